@@ -67,7 +67,7 @@ def estimate(
     """Time and memory of one step on a slice. Nothing is allocated; the cost of an estimate is independent of devices.
 
     Args:
-      program: what `mtf.lower` returned.
+      program: the result of `mtf.lower`.
       slice: a name like "v3-8", or a `hardware.Slice` (for a custom chip), with as many devices as the mesh.
       compiler: the scheduling and placement rules: which collectives overlap, whether loops are unrolled, overhead per
         step. By default the compiler that the program was lowered for, `mtf.XLA_TPU` unless specified; stationary
@@ -76,13 +76,13 @@ def estimate(
         those that the compiler allows. A dict like {"data": 4} gives the factor of each axis that spans slices, as
         `create_hybrid_device_mesh` of JAX does: the best of those placements.
       physics: efficiency losses against ideal engines; `Physics().without_losses()` is a machine without losses.
-      input: the rate at which hosts prepare examples, `mtf.HostInput(examples_per_second=...)`, a lower bound on step
-        time. By default input is never the bottleneck.
+      input: the rate at which hosts prepare examples, `mtf.HostInput(examples_per_second=...)`; a step takes at least
+        as long as its input. By default input is never the bottleneck.
       compiled: the result of `mtf.compile_for` for this program: prices the collectives that the compiler emitted
         instead of the planned ones. `.sent_bytes` remains that of the plan.
       expert_load: the load of grouped experts: "balanced" (the default), the ratio of the busiest expert to the mean,
         such as 1.5, or a measured count per expert. Where experts are split the step waits for the busiest device;
-        `.experts` has its load, the fraction of dropped tokens, and the step time in the worst case.
+        `.experts` has its load, the fraction of dropped choices, and the step time in the worst case.
     Returns: an Estimate: `.step_seconds .mfu .fits .memory .exposed_comm_seconds .bound .rows .table()`.
     Raises: SliceError for an unknown slice, one of another size than the mesh, or a placement of another mesh;
       GraphError for other bad arguments.
@@ -142,7 +142,7 @@ def _under_load(
 def _compiled_moves(program: Program, compiled: Any) -> Kept:
     """The collectives of a compiled program.
 
-    Raises: GraphError for what is none, or that of another program.
+    Raises: GraphError for anything else, or a compilation of another program.
     """
     if not callable(getattr(compiled, "kept_moves", None)):
         raise GraphError(f"estimate: compiled is what mtf.compile_for returned, got {compiled!r:.80}")

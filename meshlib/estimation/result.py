@@ -303,17 +303,17 @@ class Estimate(Shown):
         """Hours and dollars of a whole run of so many steps, epochs or tokens.
 
         Args:
-          steps, epochs, tokens: how long it is; one of them. The inputs' dims "batch" and "length" say what a step
-            has. Epochs may be a part of one.
-          examples: of one epoch.
-          evaluation: the estimate of one step of the evaluation; evaluation_examples: in each evaluation.
-          evaluate_every: steps between evaluations; one at the end unless given.
-          checkpoint_every, checkpoint_seconds: steps between checkpoints, and what devices wait for one.
-          start_seconds: before the first step.
-          mean_time_between_failures: of all that runs, in seconds; each failure costs the steps since the last
-            checkpoint. Checkpoints come as often as is best, unless `checkpoint_every` says how often.
-          restart_seconds: from a failure to the first step after it; 0 unless given.
-          spare_slices, repair_seconds: slices beyond those that run, which replace one until it is repaired.
+          steps, epochs, tokens: length of the run; exactly one of them. The inputs' dims "batch" and "length" define
+            the size of a step. Epochs may be fractional.
+          examples: examples per epoch.
+          evaluation: the estimate of one evaluation step; evaluation_examples: examples per evaluation.
+          evaluate_every: steps between evaluations; by default one at the end.
+          checkpoint_every, checkpoint_seconds: steps between checkpoints, and the stall for each.
+          start_seconds: time before the first step.
+          mean_time_between_failures: seconds, of the whole machine; each failure costs the steps since the last
+            checkpoint. Without `checkpoint_every` the optimal interval is used.
+          restart_seconds: from a failure to the first step after it; 0 by default.
+          spare_slices, repair_seconds: slices in reserve, which replace a failed one until it is repaired.
         Returns: a `WholeRun`: print it, `.hours`, `.usd`, `.training_seconds`, `.goodput`, `.failures`.
         Raises: GraphError for arguments that do not go together.
         Example:
@@ -375,8 +375,8 @@ class Estimate(Shown):
           ...     x = mtf.input("x", [mtf.Dimension("batch", 8192), mtf.Dimension("inner", 8192)], "bfloat16")
           ...     w = mtf.variable("w", [mtf.Dimension("inner", 8192), mtf.Dimension("outer", 8192)], dtype="bfloat16")
           ...     program = mtf.lower({"y": mtf.einsum([x, w])}, mesh="cores:8", layout="batch:cores")
-          >>> found = mtf.estimate(program, "v3-8").profile()
-          >>> found.mxu_share > 0.9, found.by("kind")[0].name
+          >>> profile = mtf.estimate(program, "v3-8").profile()
+          >>> profile.mxu_share > 0.9, profile.by("kind")[0].name
           (True, 'einsum')
         """
         return profile(self, measured)

@@ -205,6 +205,6 @@ def test_what_is_passed_on_a_link_stops_for_it() -> None:
     sent = [("large", 0, 10), ("small", 4, 6), ("least", 4, 5), ("alone", 20, 21)]
     spans = [trace.Span("ici axis 0", name, begin, end, {}) for name, begin, end in sent]
     core = trace.Span("core", "large", 0, 10, {})
-    found = sorted((s.begin, s.end, s.name) for s in trace._in_turns(est, [*spans, core]) if s.track != "core")
+    found = sorted((s.begin, s.end, s.name) for s in trace._serialised(est, [*spans, core]) if s.track != "core")
     assert found == [(0, 4, "large"), (4, 5, "least"), (5, 7, "small"), (7, 13, "large"), (20, 21, "alone")]
-    assert core in trace._in_turns(est, [*spans, core])
+    assert core in trace._serialised(est, [*spans, core])

@@ -44,7 +44,7 @@ from meshlib.program.records import Program, walk
 CODE_BYTES = 120 << 10  # per kernel: 0.04 GiB for a step of 350
 FRAGMENTATION = 0.01  # of everything except variables and slots
 LOOPED_FRAGMENTATION = 0.075  # of temporary buffers, if products are loops over blocks: 6 to 9 %
-LOOPED_FROM = 8  # minimum number of devices that share a gathered weight
+LOOPED_FROM = 8  # products are loops if at least this many devices share a gathered weight
 RUN_ADDS_BYTES = 1 << 29  # smallest excess of whole runs over their step; the largest was 5 GiB
 FILE_BYTES = 5 * 10**9  # per file of exported weights: `shard_bytes` of `mtf.save_weights`
 
@@ -54,10 +54,10 @@ class CompiledStepMemory:
     """Bytes of one device used by a compiled step, by cause. Modelled except `buffers_bytes`.
 
     Attributes:
-      buffers_bytes: of the program, in tiles; layout_bytes: more at the peak by attention's layout and accumulators.
-      casts_bytes, loops_bytes: of plain jit, hoisted casts and products in loops; 0 of our own program.
-      code_bytes, fragmentation_bytes: of the whole.
-      state_bytes: variables and slots; export_bytes: what an export adds to them, 0 where nothing is trained.
+      buffers_bytes: peak of the program's buffers in tiles; layout_bytes: more for attention's layout and accumulators.
+      casts_bytes, loops_bytes: hoisted casts and looped products under plain jit; 0 for our own program.
+      code_bytes, fragmentation_bytes: machine code; gaps between allocations.
+      state_bytes: variables and slots; export_bytes: extra memory of an export, 0 without training.
     """
 
     buffers_bytes: int
@@ -89,9 +89,9 @@ def compiled_memory(
     """Memory of a step under a given compiler.
 
     Args:
-      program: what `mtf.lower` returned.
-      compiler: its partitioner decides whether it is our own step or plain jit's.
-      buffers_bytes: peak of the program's buffers in tiles; capacity_bytes: what a device offers.
+      program: the result of `mtf.lower`.
+      compiler: its partitioner selects our own step or plain jit.
+      buffers_bytes: peak of the program's buffers in tiles; capacity_bytes: HBM available to programs.
     """
     plain = compiler.partitioner == "gspmd"
     laid = max(bytes_after(program, tiled_value_bytes, scratch=_sums_of(program), extra=_head_by_head))

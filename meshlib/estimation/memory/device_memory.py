@@ -32,15 +32,14 @@ class DeviceMemory(Shown):
     """Memory of one device in one step. Bytes are exact for the program's order.
 
     Attributes:
-      capacity_bytes: HBM of the device that programs are offered; built_bytes: as built.
+      capacity_bytes: HBM available to programs; built_bytes: as built.
       peak_bytes: with tile padding; exact_peak_bytes: without, the `program.memory.peak_bytes`.
-      by_kind: padded bytes at the peak; timeline_bytes: padded, one figure per instruction; moments: these
-        instructions.
+      by_kind: padded bytes at the peak; timeline_bytes: padded bytes at each instruction; moments: those instructions.
       live: the buffers at the peak with their source lines, `bytes` padded, largest first.
-      at: where the peak is.
-      notes: of the program, such as a mesh axis that splits nothing.
-      host_bytes: peak bytes in the host's memory.
-      compiler: what the step is compiled by.
+      at: the instruction at the peak.
+      notes: notes of the program, such as a mesh axis that splits nothing.
+      host_bytes: peak bytes in host memory.
+      compiler: the compiler of the step.
     """
 
     slice_name: str
@@ -168,7 +167,7 @@ class DeviceMemory(Shown):
     def over_time(self, rows: int = 16) -> str:
         """Memory over the step as text, in `rows` intervals with the peak of each by kind.
 
-        Raises: GraphError for another number than of rows.
+        Raises: GraphError unless rows is a whole number of at least 1.
         """
         if whole(rows, "over_time", "rows") < 1:
             raise GraphError(f"{at('over_time')}: rows must be at least 1, got {rows}")

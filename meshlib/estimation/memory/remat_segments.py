@@ -15,7 +15,7 @@ from meshlib.core.graph import FORWARD
 from meshlib.program.instructions import Instruction, Loop, Resident, Value
 from meshlib.program.records import Program
 
-_HALVINGS = 12  # bisection steps for the bytes per segment
+_HALVINGS = 12  # segment sizes tried: 1/2, 1/4, ... 1/4096 of all saved bytes
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Segments:
     """A forward pass in segments.
 
     Attributes:
-      pieces: how many; spared: values no longer kept, except those of the largest segment, which represents the one
-        being recomputed; more_bytes: values at cuts that were not kept before.
+      pieces: number of segments; spared: values no longer saved, except those of the largest segment, which represents
+        the one being recomputed; more_bytes: values at cuts that were not saved before.
     """
 
     pieces: int

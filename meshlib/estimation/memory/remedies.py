@@ -43,7 +43,7 @@ class Remedy:
     """A change that lowers the peak: its description, and the approximate bytes saved.
 
     Attributes:
-      parts: what to do together; one as a rule.
+      parts: changes to be combined; usually one.
     """
 
     parts: tuple[str, ...]
@@ -136,7 +136,7 @@ def _combined(program: Program, ideas: Sequence[_Idea], legal: _Legal, room_byte
 
 
 def _peak(program: Program, ideas: Sequence[_Idea]) -> int:
-    """The peak under these changes, whose savings multiply."""
+    """The peak under these changes; where several shrink one buffer, their ratios multiply."""
 
     def size(v: Value) -> int:
         whole = tiled_value_bytes(v)

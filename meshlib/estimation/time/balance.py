@@ -21,11 +21,11 @@ EXPOSED = 0.5  # exposed share of a collective's time; products hide the rest, w
 def balance(slice: Any, mesh: Any) -> Balance:
     """The `Balance` of a slice, by which `mtf.lower(..., balance=...)` weighs choices instead of a generic machine.
 
-    A byte along each mesh axis costs what an all_gather along it takes per byte sent, the cheapest axis counting 1: an
-    axis over the slow links between slices is dear. The axes lie as is best if each sends much more than the one before
-    it, so the first goes over the slow links. Work is priced at the peak rates of matrix and vector unit, half of each
-    collective being hidden behind products. Starting a collective costs what one of a single byte takes along the
-    quickest axis.
+    A byte along each mesh axis costs the time of an all_gather along it per byte sent, relative to the cheapest axis:
+    an axis over the slow links between slices is expensive. The placement is the best one if each axis sends much more
+    than the one before it, so the first goes over the slow links. Work is priced at the peak rates of matrix and vector
+    unit, with half of each collective hidden behind products. A launch costs a one-byte collective along the fastest
+    axis.
 
     Args:
       slice: a name like "v5e-256", or a `hardware.Slice`.
@@ -34,8 +34,7 @@ def balance(slice: Any, mesh: Any) -> Balance:
     Raises: SliceError for an unknown slice or one of another size.
     Example:
       >>> import meshlib as mtf
-      >>> found = mtf.balance("v5e-256", "data:16;model:16")
-      >>> found.axis_prices
+      >>> mtf.balance("v5e-256", "data:16;model:16").axis_prices
       (('data', 1.0), ('model', 1.0))
 
     Rates: `hardware.chips`; times of collectives: `hardware.network`. Modelled.

@@ -26,13 +26,13 @@ class HostInput:
     """Rate at which one host prepares examples; the hosts of a slice work in parallel.
 
     Args:
-      examples_per_second: of one host; or
-      decode_seconds: what one of its workers takes for an example, and workers, how many of them it runs at once.
-      examples: of a step, all hosts together; by default the dim "batch" of the program's inputs.
+      examples_per_second: rate of one host; or
+      decode_seconds: time of one worker per example, and workers, the number of parallel workers per host.
+      examples: global examples per step; by default the dim "batch" of the program's inputs.
     Raises: GraphError for both or neither of the rates, and for figures that are not positive.
-    No rate is assumed where none is given: it is that of a machine and its software. As points of comparison, hosts of
-    MLPerf's ResNet-50 fed 4,500 to 13,000 images/s each (mlcommons/training_results v0.5 to v1.0, images/s over hosts),
-    those of Cloud TPUs in 2018 more than 3,000 (tensorflow/tensorflow 62855222, "3rd gen input pipeline config").
+    The rate depends on machine and software, so there is no default. For comparison, hosts of MLPerf's ResNet-50 fed
+    4,500 to 13,000 images/s each (mlcommons/training_results v0.5 to v1.0, images/s over hosts), those of Cloud TPUs in
+    2018 more than 3,000 (tensorflow/tensorflow 62855222, "3rd gen input pipeline config").
     Example:
       >>> HostInput(decode_seconds=0.016, workers=48).rate
       3000.0
@@ -89,7 +89,7 @@ class InputTime:
 def input_time(program: Program, slice_: Slice, given: object) -> InputTime:
     """Input time of one step of a program on a slice.
 
-    Raises: GraphError for something else than a HostInput, or if the examples of a step are neither said nor a dim.
+    Raises: GraphError for anything but a HostInput, or if the examples of a step are neither given nor a dim.
     """
     if not isinstance(given, HostInput):
         raise GraphError(f"estimate: input must be an mtf.HostInput, got {given!r:.80}")

@@ -10,7 +10,7 @@ part of the softmax that runs between products.
 A group that is the whole program also pays the launches, bytes and loops of its passes (`kernel_passes`).
 
 A product that is the whole program uses the best VMEM blocks (`hardware.blocking`). Within a larger program it reaches
-`product_rate` of that rate, unless it has as many rows as the array: while those stream, the next weights shift in at
+`product_rate` of that rate, except for as many rows as the array has: while those stream, the next weights shift in at
 the array's own pace, which hides the other losses. Its blocks have `block_edge` rows and columns: [m, k] x [k, n] reads
 m k n / edge elements of each operand.
 
@@ -47,8 +47,8 @@ SCOPED_BYTES = 16 << 20  # the compiler's default: xla_tpu_scoped_vmem_limit_kib
 class KernelTime:
     """Modelled time of one fusion group. `traffic_bytes` are padded and include re-reads of products.
 
-    `early_seconds`: HBM seconds that can be prefetched; `first_seconds`: of the exposed
-    ones, the first pieces of that. `hidden_seconds`: prefetched according to the schedule.
+    `early_seconds`: HBM seconds that can be prefetched; `first_seconds`: exposed seconds of the first pieces of that;
+    `hidden_seconds`: seconds saved by prefetching, set by the schedule.
     """
 
     mxu_seconds: float
@@ -167,7 +167,7 @@ class Times:
         return pace + (1 - pace) / self.physics.product_rate
 
     def _read(self, blocks: Blocks, product: Matmul, sizes: tuple[float, float], repeated: tuple[bool, bool]) -> float:
-        """Bytes read by a product; operands not in `repeated` are read from HBM at most once."""
+        """Bytes read by a product; an operand that is not `repeated` is read from HBM at most once."""
         edge = self.physics.block_edge
         if not edge:
             return blocks.read_bytes

@@ -12,8 +12,8 @@ A collective starts when its operands are ready, shares its resources (chip, tor
                         by pieces. Consecutive products of one gathered value share its window: only the last of them
                         waits for the last piece
 
-Work that waits for a transfer, and work without large consumers (a weight update by its gradient), blocks nothing: it
-is postponed until its operands are ready. A collective that the program issues early starts when the core reaches the
+Work whose operands are in flight and that no large work depends on (a weight update by its gradient) blocks nothing:
+it is postponed until they have arrived. A collective that the program issues early starts when the core reaches the
 product that follows it. A collective is chained if the first product after it needs its result, or if no product
 follows; only chained ones are cut in pieces. Overlap has a cost: the core loses a share of the time in which links are
 busy with unchained collectives (`Physics.early_exposed`), and HBM bandwidth goes to their bytes. Time in which the core
@@ -97,12 +97,11 @@ class Event:
 class StepSchedule:
     """The events of a program in the order of placement, and totals in seconds.
 
-    `busy` has, per engine ("mxu", "vpu", "hbm", a place of the network as its number), the seconds for which it works;
-    `serial_seconds` is everything one after the other with no overlap anywhere; `exposed_seconds` the time in which
-    something is being sent and the core computes nothing, `host_exposed_seconds` that of copies to and from the host;
-    `core_seconds` is when the core has finished, though something may still be on its way; `spare_seconds`, what HBM
-    has had to spare for what comes next; `bubble_seconds`, of what the core does, the time spent in the bubbles of
-    pipelines, where nothing counts.
+    `busy`: busy seconds per engine ("mxu", "vpu", "hbm", a network resource by number); `serial_seconds`: the time
+    without any overlap; `exposed_seconds`: time in which a transfer runs and the core is idle, `host_exposed_seconds`
+    that of copies to and from the host; `core_seconds`: the end of the last kernel, though transfers may still run;
+    `spare_seconds`: idle HBM time usable for prefetching the next trip; `bubble_seconds`: core time spent in pipeline
+    bubbles, whose results are discarded.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -163,7 +162,7 @@ class _SchedulePass:
                 self._place(unit)
         schedule = self.made
         end = max([self.core + self.owed_seconds, *(e.end for e in schedule.events if e.copy is None)])
-        self.core = max(self._settled(), self.core + self.hbm.left(end - self.core))
+        self.core = max(self._pay_debt(), self.core + self.hbm.left(end - self.core))
         schedule.core_seconds = self.core + sum(self.times.of(u.kernel).seconds for u in self.postponed if u.kernel)
         schedule.spare_seconds = self.hbm.spare_seconds or 0.0
         while self.postponed:
@@ -301,7 +300,7 @@ class _SchedulePass:
         for move, cost in unit.moves:
             waits = max(waits, self._send(unit, move, cost, waits).end)
         time = self.times.of(kernel)
-        start = max(self._settled(), waits)
+        start = max(self._pay_debt(), waits)
         time = self.hbm.run(time, self.core, start)
         end = computed = start + time.seconds
         for x, gather, group in window:
@@ -317,8 +316,8 @@ class _SchedulePass:
         self.made.serial_seconds += time.upper_seconds
         self._finish(unit, event)
 
-    def _settled(self) -> float:
-        """Time at which the core has paid what it owes to concurrent collectives; the debt is then 0."""
+    def _pay_debt(self) -> float:
+        """Set the core time owed to concurrent collectives to 0; returns when the core has paid it."""
         paid, self.owed_seconds = self.core + self.owed_seconds, 0.0
         return paid
 
@@ -364,7 +363,7 @@ class _SchedulePass:
             seconds, idle = self._timed(unit.timing, body, seconds)
         # The body's collectives do not overlap those in flight.
         places = [e for e in body.busy if isinstance(e, int)]
-        start = max([self._settled(), self._operands_ready(unit), *map(self.links.free, places)])
+        start = max([self._pay_debt(), self._operands_ready(unit), *map(self.links.free, places)])
         self.core = start + seconds
         for place in places:
             self.links.block(place, self.core)

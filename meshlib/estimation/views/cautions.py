@@ -44,7 +44,7 @@ def cautions(est: Estimate) -> list[str]:
         *_memory(est),
         *_weights(est.program),
         *(f"chip {line}" for line in assumed_figures([est.slice])),
-        *_territory(est),
+        *_outside_validated(est),
     ]
 
 
@@ -74,7 +74,7 @@ def _is_text(t: Tensor) -> bool:
     return t.dtype.kind == "integer" and len(t.shape) > 1
 
 
-def _territory(est: Estimate) -> Iterator[str]:
+def _outside_validated(est: Estimate) -> Iterator[str]:
     """Respects in which an estimate is outside the range of validated runs."""
     outside = []
     dtypes = {row.mxu_dtype for row in est.rows if row.mxu_dtype} or {"bf16"}

@@ -14,8 +14,8 @@ MUCH = 0.2  # of the largest change: smaller opposite changes are not mentioned
 def difference(first: Estimate, second: Estimate, name: str = "", tokens: tuple[int, int] | None = None) -> str:
     """One sentence: changes of step time and memory, with the largest contribution and its reason.
 
-    `name`: of the second; by default its layout and mesh. `tokens`: per step of each; where they differ, the time for
-    as many tokens as the first has is compared.
+    `name`: that of the second; by default its layout and mesh. `tokens`: per step of each; if they differ, times are
+    scaled to the tokens of the first.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -45,8 +45,10 @@ def _for(tokens: tuple[int, int] | None) -> str:
 
 
 def _because(first: Estimate, second: Estimate, change: float, share: float) -> str:
-    """The largest change in the direction of the step's change, if it has at least that share, and the largest opposite
-    one, if significant."""
+    """The largest change in the direction of the step's, and the largest opposite one, if significant.
+
+    Times of the second are scaled by `share`, for equal numbers of tokens.
+    """
     if abs(change) < SAME:
         return ""
     sign = 1 if change > 0 else -1

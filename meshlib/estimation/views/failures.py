@@ -21,11 +21,11 @@ class Failures:
     """Expected failures of a run, and their cost. Modelled.
 
     Attributes:
-      count: how many; lost_seconds: in all: `repeated_seconds`, steps since the last checkpoint and restarts, and
-        `waiting_seconds`, for repair.
-      checkpoint_every: steps between checkpoints; best_every: with which the run would end soonest, None where
+      count: expected number; lost_seconds: the total of `repeated_seconds`, steps since the last checkpoint and
+        restarts, and `waiting_seconds`, waiting for repair.
+      checkpoint_every: steps between checkpoints; best_every: the interval that minimises the run's duration, None if
         checkpoints cost nothing.
-      spare_slices: beyond those that run.
+      spare_slices: slices in reserve.
     """
 
     count: float
@@ -68,13 +68,13 @@ class Faults:
         each = work_seconds / steps
         near = best_segment_seconds(checkpoint_seconds, self.mean_seconds) / each if each else steps
         candidates = {min(max(1, n), steps) for n in (int(near), ceil(near))}
-        return min(candidates, key=lambda every: self._seconds(steps, work_seconds, every, checkpoint_seconds))
+        return min(candidates, key=lambda n: self._seconds(steps, work_seconds, n, checkpoint_seconds))
 
     def cost(self, steps: int, work_seconds: float, checkpoints: int, checkpoint_seconds: float) -> Failures:
         """Cost of failures in a run of so many steps and checkpoints.
 
         Args:
-          work_seconds: of the run without failures and checkpoints.
+          work_seconds: duration of the run without failures and checkpoints.
         Raises: GraphError where no segment between checkpoints would ever end.
         """
         interval = ceil(steps / max(1, checkpoints))
@@ -85,14 +85,14 @@ class Faults:
         waiting = running * share / (1 - share)
         return Failures(running / self.mean_seconds, repeated, waiting, interval, best, self.spare_slices)
 
-    def _seconds(self, steps: int, work_seconds: float, every: int, checkpoint_seconds: float) -> float:
-        """Seconds from the first step to the last checkpoint: segments of `every` steps, and a shorter last one."""
-        whole_segments, rest = divmod(steps, every)
+    def _seconds(self, steps: int, work_seconds: float, interval: int, checkpoint_seconds: float) -> float:
+        """Seconds from the first step to the last checkpoint: segments of `interval` steps, and a shorter last one."""
+        whole_segments, rest = divmod(steps, interval)
         try:
             seconds = [
                 segment_seconds(
                     work_seconds * n / steps, checkpoint_seconds, self.restart_seconds, self.mean_seconds
-                ) for n in (every, rest)
+                ) for n in (interval, rest)
             ]  # fmt: skip
         except HardwareError as fault:
             raise GraphError(f"{at(WHAT)}: {fault}") from None
@@ -102,7 +102,7 @@ class Faults:
 def faults_of(mean: object, restart: object, spares: object, repair: object) -> Faults | None:
     """The failure arguments of `Estimate.run`; None if none is given.
 
-    Raises: GraphError for values that are no durations or counts, or not without others.
+    Raises: GraphError for values that are no durations or counts, or that need another argument.
     """
     others = {"restart_seconds": restart, "spare_slices": spares, "repair_seconds": repair}
     given = [name for name, value in others.items() if value is not None]

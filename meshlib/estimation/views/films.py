@@ -52,7 +52,7 @@ class _Span(NamedTuple):
     name: str
 
     def within(self, begin: float, end: float) -> float:
-        """Seconds of it within an interval."""
+        """Seconds of the span within an interval."""
         return max(0.0, min(end, self.end) - max(begin, self.begin))
 
 

@@ -50,12 +50,12 @@ class ProfilePart:
     """One entry of a profile. Modelled except `measured_seconds`.
 
     Attributes:
-      name: of the operation, or what the view is by: its kind, line or phase.
-      kind: such as "einsum" or "all_reduce"; source: the user's line; phase: "forward", "backward", "update", "again"
-        where several meet "".
-      seconds: of the step, by the unit that bounds it meanwhile (`UNITS`).
-      busy_seconds: for which each unit works for it, hidden or not.
-      measured_seconds: on real devices, where they were measured: for which a device works on it, hidden or not.
+      name: the operation, or in a view its kind, line or phase.
+      kind: such as "einsum" or "all_reduce"; source: the user's line; phase: "forward", "backward" or "update";
+        "" for a mixture.
+      seconds: time attributed to it, by the limiting unit (`UNITS`).
+      busy_seconds: time in which each unit works on it, overlapped or not.
+      measured_seconds: measured device time, overlapped or not, if available.
     """
 
     name: str
@@ -77,10 +77,10 @@ class Measured:
     """Measured device times of a step, from JAX's profiler. Created by `OnJax.profile`.
 
     Attributes:
-      step_seconds: of a step, from feeds to results, with the profiler watching.
-      seconds: of the devices' work, the mean over devices: by the name of the instruction, its kind, line and phase.
-      other_seconds: of work that belongs to no instruction, or to several without saying so.
-      devices, steps: how many were watched.
+      step_seconds: duration of a step, from feeds to results, under the profiler.
+      seconds: device time, the mean over devices: by name of the instruction, its kind, line and phase.
+      other_seconds: time of work that belongs to no instruction, or ambiguously to several.
+      devices, steps: numbers profiled.
     """
 
     step_seconds: float
@@ -129,14 +129,13 @@ class Profile(Shown):
     """Time of a step by bottleneck. Created by `Estimate.profile`. Modelled except measured times.
 
     Attributes:
-      step_seconds: of the step.
-      seconds: of the step, by the unit that bounds each moment: MXU, VPU, HBM, ICI, DCN, host (its input, copies over
-        PCIe) and latency (starts of kernels and collectives, hops, the fixed cost of a step: no unit works). They add
-        up to the step.
-      busy_seconds: for which each unit works; of several ICI axes the busiest one.
-      parts: by operation, that which takes most first.
-      title: slice, mesh and layout; compiler: what the step was scheduled for.
-      measured: on real devices, or None.
+      step_seconds: duration of the step.
+      seconds: step time by limiting unit: MXU, VPU, HBM, ICI, DCN, host (its input, copies over PCIe) and latency
+        (launches of kernels and collectives, hops, the fixed cost of a step: no unit works). They add up to the step.
+      busy_seconds: time in which each unit works; for ICI that of the busiest axis.
+      parts: one per operation, by descending time.
+      title: slice, mesh and layout; compiler: the compiler whose schedule is modelled.
+      measured: profile on real devices, or None.
     """
 
     step_seconds: float
@@ -155,7 +154,7 @@ class Profile(Shown):
     def share(self, unit: str) -> float:
         """Share of the step that a unit bounds.
 
-        Raises: GraphError for what is no unit.
+        Raises: GraphError for an unknown unit.
         """
         name = choice(unit, "Profile.share", "unit", UNITS)
         return self.seconds[name] / self.step_seconds if self.step_seconds else 0.0

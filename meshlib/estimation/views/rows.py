@@ -111,7 +111,7 @@ def _compute_row(event: Event, chip: Chip, count: int, active: float) -> Row:
     bound = kernel_bound(time)
     dtype = kernel.matmuls[0][0].dtype if kernel.matmuls else "bf16" if chip.peak_bf16_flops else "int8"
     peak = chip.peak_flops(dtype) / chip.devices_per_chip
-    # Utilisation counts useful work: the vector unit's time on padding is none, and HBM moves what leaves VMEM. Where
+    # Utilisation counts useful work: the vector unit's time without padding, and HBM traffic beyond VMEM. Where
     # attention computes both gradients at once, one reuses the other's scores: the MXU does less than counted.
     whole = kernel.vpu_ops / kernel.padded_vpu_ops if kernel.padded_vpu_ops and kernel.attention is None else 1.0
     reached = {

@@ -170,7 +170,7 @@ def _unpublished(est: Estimate) -> list[str]:
     return wrapped(", ".join(names), head, ",") if names else []
 
 
-LEAST_RATIO = 1e-6  # below, a figure of a comparison is gone: what is left of sums of floats
+LEAST_RATIO = 1e-6  # second over first: smaller figures are rounding errors of sums, shown as gone
 
 
 def comparison(a: Estimate, b: Estimate) -> str:

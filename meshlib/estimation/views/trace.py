@@ -68,7 +68,7 @@ class Span:
 
 def trace_events(est: Estimate) -> list[dict[str, Any]]:
     """The trace's JSON events: track names first, then everything by time."""
-    spans = _in_turns(est, (s for s in _Writer(est).spans() if s.end > s.begin))
+    spans = _serialised(est, (s for s in _Writer(est).spans() if s.end > s.begin))
     number = {name: n for n, name in enumerate(_tracks(est, {s.track for s in spans}), start=1)}
     events = [_named("process_name", f"one device of {est.slice.name} (modelled times, exact counts)", 0)]
     for name, n in number.items():
@@ -101,8 +101,8 @@ def _flow_events(spans: Sequence[Span], number: Mapping[str, int]) -> Iterator[d
                 yield {"ph": "f", "bp": "e", "ts": target.begin / 1000, "tid": number[target.track], **common}
 
 
-def _in_turns(est: Estimate, spans: Iterable[Span]) -> list[Span]:
-    """Split link slices that a smaller collective passes: they pause, and the rest comes later."""
+def _serialised(est: Estimate, spans: Iterable[Span]) -> list[Span]:
+    """Link slices one at a time: a slice that a smaller one passes pauses, and its rest comes later."""
     network = {engine_name(place) for place, _ in places(est.slice)}
     pieces: list[Span] = []
     sent = defaultdict[str, list[Span]](list)

@@ -35,13 +35,14 @@ class WholeRun:
     """Cost of a whole run. Created by `Estimate.run`. Counts are exact, times modelled, the price is the list price.
 
     Attributes:
-      steps: of training; examples: of one of them, or None where the program has no dim "batch".
-      training_seconds: of all steps, input waited for included; input_wait_seconds: of that, waiting.
-      evaluations: how often, and evaluation_seconds, all of them; checkpoints and checkpoint_seconds as well.
-      start_seconds: before the first step.
-      failures: how many are expected, of the machine as a whole; None where the run has none.
-      usd_per_hour: of the slice, or None without a published price.
-      slice: its name; compiler: what its steps were scheduled for.
+      steps: training steps; examples, tokens: examples and tokens per step, None if inputs have no dim "batch" (and
+        "length").
+      training_seconds: of all steps, including input_wait_seconds, the stalls for input.
+      evaluations, evaluation_seconds; checkpoints, checkpoint_seconds: their numbers and total times.
+      start_seconds: time before the first step.
+      failures: expected failures of the whole machine; None if they are not modelled.
+      usd_per_hour: price of the slice, or None without a published price.
+      slice: its name; compiler: the compiler whose schedule is modelled.
     """
 
     steps: int

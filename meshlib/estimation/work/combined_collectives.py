@@ -40,7 +40,7 @@ class _Group:
     earliest: int = 0
     latest: int = 0
 
-    def takes(self, place: int, size_bytes: int, earliest: int, latest: int) -> bool:
+    def add_if_fits(self, place: int, size_bytes: int, earliest: int, latest: int) -> bool:
         """Add a collective if it is compatible; returns whether it was added."""
         first, last = max(self.earliest, earliest), min(self.latest, latest)
         if self.members and (first > last or self.size_bytes + size_bytes > THRESHOLD_BYTES):
@@ -74,9 +74,9 @@ class _Grouping:
             latest = min((self.first_user.get(y, len(units)) for y in unit.outputs), default=len(units))
             span = n, move.larger_bytes, 0 if rooted and not unit.early else n, latest
             key = move.kind, move.axes
-            if key not in open_ or not open_[key].takes(*span):
+            if key not in open_ or not open_[key].add_if_fits(*span):
                 open_[key] = _Group()
-                open_[key].takes(*span)
+                open_[key].add_if_fits(*span)
                 groups.append(open_[key])
         self.groups = [g for g in groups if len(g.members) > 1]
 

@@ -33,10 +33,10 @@ class Communication:
     """One run of one collective of a program, as seen by the network.
 
     Attributes:
-      kind, axes: what and over which mesh axes; group: devices that take part.
-      payload_bytes: operand on one device; sent_bytes: what a device sends on a ring (busiest sender). Exact.
-      larger_bytes: of operand and result, by which the network prices.
-      tensor, reason: the tensor sent, and why.
+      kind, axes: the collective and its mesh axes; group: devices that take part.
+      payload_bytes: operand on one device; sent_bytes: bytes sent by a device on a ring (busiest sender). Exact.
+      larger_bytes: the larger of operand and result, by which the network is priced.
+      tensor, reason: the tensor sent, and the cause.
     """
 
     kind: str
@@ -113,9 +113,9 @@ def placed(
 ) -> Placement:
     """The best placement of a program's mesh for its own collectives.
 
-    `whole_axes`: only those on which each mesh axis takes whole torus axes, where there are any: what
-    `jax.experimental.mesh_utils.create_device_mesh` makes unless told that it may split them. `across`: of each mesh
-    axis, the part that joins slices (`create_hybrid_device_mesh`); any, unless given.
+    `whole_axes`: restrict to placements of each mesh axis on whole torus axes, if there are any: the default of
+    `jax.experimental.mesh_utils.create_device_mesh`. `across`: the factor of each mesh axis that spans slices
+    (`create_hybrid_device_mesh`); by default any.
     """
     totals: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
     for move, times in all_moves(program):

@@ -27,8 +27,8 @@ class ExpertLoad:
     """Popularity of each expert.
 
     Args:
-      skew: how many times the mean the most chosen expert is chosen; the others fall off geometrically, in a random
-        order that is always the same. counts: of each expert, as measured, in place of it.
+      skew: ratio of the most popular expert to the mean; the others decay geometrically, in a fixed random order.
+      counts: measured count per expert, instead of skew.
     """
 
     skew: float = 1.0
@@ -90,10 +90,9 @@ class ExpertReport:
     """Effect of an expert load on a step.
 
     Attributes:
-      load: how often each is chosen.
-      busiest: how many times the mean the experts of the busiest device are chosen; dropped: the share of all choices
-        that finds no room.
-      worst_seconds: of a step in which the busiest device has as many rows as it has room for. Modelled.
+      load: the popularity of each expert.
+      busiest: load of the busiest device's experts relative to the mean; dropped: share of all choices beyond capacity.
+      worst_seconds: step time with the busiest device filled to capacity. Modelled.
     """
 
     load: ExpertLoad
@@ -119,7 +118,7 @@ class ExpertShare:
         return self.experts // self._experts(local=True)
 
     def _experts(self, local: bool) -> int:
-        """Expert dims: those of the matrices (or of the result, if rows are summed) that group bounds have, too."""
+        """Product of the expert dims: dims of the group bounds that matrices (or results of summed rows) have, too."""
         i = self.instruction
         bounds = i.inputs[-2].tensor.shape.names
         held = next(v for v in (i.inputs[1], *i.outputs) if i.operation.attrs["groups"] in v.tensor.shape.names)

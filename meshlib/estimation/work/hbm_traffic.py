@@ -21,7 +21,7 @@ from meshlib.program.instructions import Commit, Compute, Instruction, Move, Res
 class Use:
     """One buffer read or written by a group: exact and padded bytes.
 
-    `written`: or read; `passes`: whether it is temporary between groups, and need not reside in HBM.
+    `written`: False if it is read; `passes`: whether it is a temporary between groups, which need not reside in HBM.
     """
 
     buffer: Value

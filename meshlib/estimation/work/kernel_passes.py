@@ -47,10 +47,10 @@ class Passes:
     """The passes of a program's only fusion group.
 
     Attributes:
-      launches: fusions that run.
-      sweeps: times that the operands are read after the first pass.
-      block_bytes: of the float32 blocks of all passes, in whole tiles.
-      registers: of float32 in the first pass, if that is a single instruction; else 0.
+      launches: number of fusions.
+      sweeps: re-reads of the operands after the first pass.
+      block_bytes: float32 blocks of all passes, in whole tiles.
+      registers: float32 registers of the first pass, if that is a single instruction; else 0.
     """
 
     launches: int

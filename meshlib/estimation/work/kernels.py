@@ -40,26 +40,25 @@ class Kernel:
     """Work of one run of a fusion group on one device.
 
     Attributes:
-      name, opcode, source, region: of its main operation: the product, else the last one whose result others read.
-      matmuls: its products with bytes per element of rows and columns, as HBM holds them; at most one in a group.
-      attention: what it computes of one.
-      mxu_flops: executed, passes of higher precision included; useful_flops: of them, those that no other device
-        repeats and the model asks for (one pass). Exact.
-      vpu_ops, hbm_bytes: exact, without padding, what the kernel recomputes included; the padded figures are what the
-        engines see.
-      uses: what it reads and writes; kept: of what is used again soon, the bytes that are moved in between, and its
-        own; resident: of what only passes between kernels, the most that is live at once of it and of smaller values,
-        the bytes that are used of it here, and whether they are read.
-      quantised_bytes: padded, what quantising the operands of a product in eight bits reads and writes, where that has
-        not been done before; spared_bytes: by how much less the product then reads than the operands as they were.
-      at_hand_bytes: padded, of what it reads that is there from the start: variables, inputs, slices of a loop's
-        stacks; at_hand: whether the first and the second operand of its product are.
-      row_bytes: in float32, of a block of rows that reductions in it run along; sweeps: reductions whose results its
-        own members need, each of which has to see all of a row first; read_bytes: padded, of what it reads.
-      again: of what lies in HBM all the time and it used not long ago, the bytes moved in between,
-        its own, and those that finding it spares.
-      passes: how a compiler cuts the group, where it is all of its program.
-      free: nothing runs: sources that are there already, renamings, constants of one element.
+      name, opcode, source, region: those of its main operation: the product, else the last one with a stored result.
+      matmuls: its products with bytes per element of rows and columns in HBM; at most one per group.
+      attention: its work of fused attention, if it is one.
+      mxu_flops: executed, all passes of higher precision; useful_flops: one pass of products of the model itself,
+        without duplicates on other devices. Exact.
+      vpu_ops, hbm_bytes: exact, without padding, including recomputation; engines process the padded figures.
+      uses: buffers read and written; kept: for each temporary between kernels that is reused soon, bytes moved between
+        the uses, and its own; resident: for each temporary, peak live bytes of it and of smaller ones, bytes used here,
+        and whether it is read.
+      quantised_bytes: padded traffic of quantising the operands of an eight-bit product, unless already quantised;
+        spared_bytes: the reduction in the product's own reads.
+      at_hand_bytes: padded bytes of operands available from the start: variables, inputs, slices of a loop's stacks;
+        at_hand: whether the operands of its product's rows and columns depend on such values alone.
+      row_bytes: float32 bytes of a block of 8 rows that its reductions run along; sweeps: reductions whose complete
+        results its own members need; read_bytes: padded bytes read.
+      again: for each HBM value that was used recently, bytes moved between the uses, its own, and the bytes spared if
+        it is still on the chip.
+      passes: the compiler's passes of the group, if it is the whole program.
+      free: no kernel runs: inputs, variables, aliases, constants of one element.
     """
 
     name: str
@@ -114,11 +113,10 @@ def kernel_of(
 ) -> Kernel:
     """The work of a fusion group.
 
-    `stored`: what of the program lies in memory; `quantised`: the operands that are there in eight bits already, which
-    those of this group join. `forward`: the names of the forward pass's operations, by which those that a backward pass
-    computes again are known: copies keep their names. `in_place`: which results are there already but for the part that
-    is written. `region` is that of a loop around which is no part of the forward pass: then nothing inside is, whatever
-    it was written for.
+    `stored`: storage of the program's values; `quantised`: operands available in eight bits, extended by those of this
+    group. `forward`: names of the forward pass's operations, which identify recomputation in the backward pass, since
+    copies keep their names. `in_place`: results that overwrite part of an existing buffer. `region`: that of an
+    enclosing loop outside the forward pass: then no operation inside counts as forward.
     """
     writers = [i for i in reversed(members) if any(map(stored.is_written, i.outputs))] or members[::-1]
     large = (i for i in writers if any(y.local_size > 1 for y in i.outputs))
@@ -175,8 +173,8 @@ def kernel_of(
 
 
 def _executed(members: Sequence[Instruction], stored: Stored) -> Iterator[Instruction]:
-    """Instructions that a group's kernel runs: members without results recomputed only elsewhere, and recomputations of
-    its operands."""
+    """Instructions that a group's kernel runs: members, except those whose results only other kernels recompute, and
+    recomputations of its operands."""
     inside = {y for i in members for y in i.outputs}
     needed: dict[Value, None] = {}
     run: dict[Instruction, None] = {}
@@ -221,7 +219,7 @@ def _is_free(i: Instruction) -> bool:
     if kind.storage is Storage.RESHAPED or (
         kind.kind is Kind.REDUCTION and i.inputs[0].sharding.local_size == i.outputs[0].sharding.local_size
     ):
-        # If the two minor dims keep their tiles, each element is a sum over whole tiles.
+        # Tiles are unchanged if the two minor dims are; a sum over dims of size 1 is its operand.
         return i.inputs[0].local.shape.sizes[-2:] == i.outputs[0].local.shape.sizes[-2:]
     return False
 

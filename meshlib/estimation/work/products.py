@@ -27,10 +27,10 @@ class Attention:
     """Work of a fused attention kernel on one device.
 
     Attributes:
-      of: what its record says.
-      scores: pairs of query and key in the tiles that it computes, all heads and sequences; key, value: sizes of the
-        dims of one head; passes: runs through the MXU.
-      length, memory: queries and keys of a sequence, on all devices; causal, window: which keys a query sees.
+      of: the operation's record of products per score.
+      scores: pairs of query and key in the computed tiles, all heads and sequences; key, value: sizes of the dims of
+        one head; passes: runs through the MXU.
+      length, memory: global numbers of queries and keys of a sequence; causal, window: the mask.
     """
 
     of: Scores
@@ -106,7 +106,7 @@ def _computed(rows: int, product: Product) -> int:
 def in_ragged_tiles(matmul: Matmul, product: Compute, width: int) -> Matmul:
     """A product of rows sorted by expert, with weights in whole tiles; other products unchanged.
 
-    Rows of tokens are as many as they are.
+    Token rows are not padded.
 
     Args:
       matmul, product: the product on one device, and its instruction.
@@ -206,10 +206,10 @@ class Quantised:
     """Operands that are already available in eight bits, in program order.
 
     Attributes:
-      gathered: of operands that came in eight bits, the blocks from which.
-      noise_bytes: of the random number by which each element of a cotangent is rounded, where software draws them into
-        memory; 0 where cotangents are rounded to the nearest number, as this library does.
-      forward: names of the forward pass's operations; other products in the backward pass are of a cotangent first.
+      gathered: value gathered in eight bits -> the local block that it was gathered from.
+      noise_bytes: per element of a cotangent, stored random bits for stochastic rounding, where software draws them; 0
+        with rounding to nearest, as in this library.
+      forward: names of the forward pass's operations; other products in the backward pass have a cotangent first.
     """
 
     noise_bytes: int = 0

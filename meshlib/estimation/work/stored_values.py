@@ -57,8 +57,8 @@ class Stored:
     """Storage of the values of a program, or of the body of `loop`.
 
     Attributes:
-      held: values that are there whatever runs.
-      recomputed: values that their readers make, each with how they do.
+      held: values that are resident throughout.
+      recomputed: values recomputed by their readers, each with its recipe.
     """
 
     def __init__(self, program: Program, loop: Loop | None = None) -> None:
@@ -120,7 +120,7 @@ def _is_part(x: Value, v: Value) -> bool:
 
 
 def _is_small(x: Value, beside: Value) -> bool:
-    """Whether an operand is almost free for its readers: recomputed, or broadcast over the other one."""
+    """Whether an operand is almost free for its readers: generated, or a small input that is broadcast."""
     kind = x.tensor.operation.opdef.kind
     return kind is Kind.SOURCE or (kind in RESIDENT and x.tensor.shape.size < beside.tensor.shape.size)
 

@@ -17,18 +17,18 @@ class Unit:
     """A fusion group, collective, copy to or from the host, or loop.
 
     Attributes:
-      number: of its first instruction, which is that of the fusion group.
-      inputs, outputs: numbers of the values that it reads from outside and makes.
-      moves: what it sends, with the price of each; of a collective exactly one.
-      kernel: of a fusion group; body, trips: of a loop; active: the part of its work that counts, the rest of which is
-        done in the bubbles of a pipeline; host_bytes: of a copy to or from the host, by its direction.
-      branch: the kind of a branch, whose `trips` are the part of the trips around in which a device runs it; timing:
-        how long a loop with such branches takes.
+      number: that of its first instruction, which is also the number of the fusion group.
+      inputs, outputs: numbers of external values that it reads, and of its results.
+      moves: priced transfers; exactly one for a collective.
+      kernel: of a fusion group; body, trips: of a loop; active: the share of its work outside the bubbles of a
+        pipeline; host_bytes: bytes copied to or from the host, by direction.
+      branch: the kind of a branch, whose `trips` are the share of enclosing trips in which a device runs it; timing:
+        duration of a loop with such branches.
       early: a collective that is issued before the last product that it does not depend on.
-      chained: a collective that the first product after it needs, or after which there is none.
-      product: whether it holds a product written as einsum.
-      leads_on: whether a product, attention or loop is it, or needs what it makes.
-      closes: of what it reads, gathered values that no further product of the same window reads.
+      chained: a collective whose result the next product needs, or that no product follows.
+      product: whether it contains a matrix product, fused attention not counted.
+      leads_on: whether it is a product, attention or loop, or one depends on it.
+      closes: gathered operands that no further product of the same window reads.
     """
 
     number: int

@@ -42,7 +42,7 @@ class Recent:
     Attributes:
       trips: of the loop; 1 for a program.
       stays: buffers of a body that persist to the next trip; a carry's result maps to its operand.
-      moved_bytes: so far.
+      moved_bytes: total so far.
     """
 
     trips: int = 1
@@ -91,7 +91,7 @@ class Recent:
             self._passes.pop(buffer, None)
 
     def _reuse_distances(self) -> dict[int, list[tuple[int, float]]]:
-        """For each unit, its temporaries: (bytes moved since the previous use, bytes of the value)."""
+        """For each unit, its temporaries: (bytes moved since the previous use, for a first use the most; own bytes)."""
         sizes_of_unit: dict[int, list[tuple[int, float]]] = {}
         for uses in self._passes.values():
             between = [now - then for (_, _, _, then), (_, _, now, _) in pairwise(uses)]
