@@ -32,17 +32,17 @@ MOST_BYTES = 1 << 20  # of a chip file
 class Chip:
     """Figures of one chip. Rates and sizes are per chip unless the name says otherwise.
 
-    `name_counts` says what the number in a slice name counts ("cores" or "chips"). `wrap_axis` is the one
-    axis length that has a wrap-around link; `wrap_cube` instead wraps every axis of a slice made of
-    whole cubes of that edge, and `twists` lets such slices of k x k x 2k and k x 2k x 2k be twisted. `*_efficiency` are
-    the shares of nominal rates that programs reach. Of the `hbm_bytes` soldered to a chip, its runtime keeps
-    `hbm_reserved_bytes`; programs are offered the rest.
-    `not_offered_chips` are sizes of slices that fit the pod but are not offered; `longer_boxes` slices of whole cubes
-    that are longer than the pod as one box. `aliases` are other names of the chip, `device_kinds` what JAX calls its
-    devices, `compiler_name` and `compiler_config` what the TPU compiler calls it and its way to run.
-    `sparse_cores_per_chip` counts those to which programs may give collectives.
-    `attention_*` describe the fused attention kernels of the chip: how many compute the backward pass; queries and keys
-    of a tile forward, forward over a window, and backward.
+    Attributes:
+      name_counts: what the number in a slice name counts, "cores" or "chips".
+      wrap_axis: the one axis length that has a wrap-around link; wrap_cube: instead, all axes wrap in slices of whole
+        cubes of this edge; twists: whether such slices of k x k x 2k and k x 2k x 2k can be twisted.
+      *_efficiency: share of a nominal rate that programs reach.
+      hbm_bytes: HBM as built, of which the runtime keeps hbm_reserved_bytes.
+      not_offered_chips: slice sizes that fit the pod but are not offered; longer_boxes: slices of whole cubes with a
+        side longer than the pod's.
+      aliases: other names; device_kinds: names in JAX; compiler_name, compiler_config: names in the TPU compiler.
+      sparse_cores_per_chip: SparseCores that can run a program's collectives.
+      attention_*: kernels of fused attention's backward pass; (queries, keys) of a tile by kind of pass.
 
     Raises: HardwareError on a size that is not a positive integer, or a rate that is not finite.
     Example:

@@ -1,11 +1,11 @@
 """Collectives over ICI and DCN in chunks: one chunk crosses ICI while another crosses DCN.
 
-With a seconds of ICI and d of DCN for one chunk and one direction, P chunks take
+With a seconds of ICI and d seconds of DCN per chunk and direction, P chunks take
 
     all_reduce                   max(2a + 2 P d, 2 P a)   all chunks are scattered before the first is gathered
     all others, two stages       a + d + (P-1) max(a, d)
 
-Programs are charged for the number of `CHUNKS` that takes least: each chunk pays the hops again.
+Programs are priced with the fastest number in `CHUNKS`; each chunk pays the latency of the hops again.
 
 Source: Cho et al., "BlueConnect", MLSys 2019, and Kumar et al., arXiv:2011.03641 (two levels); the closed forms are
 those of pipelines of two and three stages, tested against events.

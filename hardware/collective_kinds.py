@@ -63,7 +63,7 @@ class CollectiveKind:
 
     @property
     def moves_all(self) -> bool:
-        """Whether all data crosses every level of the network; otherwise a level moves what the one before leaves."""
+        """Whether all data crosses every level of the network; otherwise each level leaves a part of it to the next."""
         return Phase.EXCHANGE in self.phases
 
     @property

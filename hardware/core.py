@@ -3,13 +3,13 @@
 An operation is plain numbers: matrix products as sizes, element operations, bytes over HBM. MXU, VPU and HBM
 work at once, so the time is that of the slowest, plus a launch; their sum bounds it from above.
 
-A product [m, k] x [k, n] holds one operand still, in tiles, and streams the other through. Either operand may
-be held, and the MXUs of the device share tiles or rows; the best of these is taken. A tile costs at least as
-many cycles as the array has rows, ragged tiles as many as whole ones.
+A product [m, k] x [k, n] keeps one operand stationary, in tiles, and streams the other through. Either operand may be
+stationary, and the MXUs of a device split tiles or rows; the fastest of these is assumed. A tile costs at least as many
+cycles as the array has rows, a ragged tile as many as a whole one.
 
-A convolution is a product for each tap of its window. Assumed: taps of the last dim lie beside each other where
-channels leave rows of the array free (3 of 128 in the first layer of a network for images); groups of channels share
-it on its diagonal, as XLA makes one dense convolution of a grouped one (convolution_group_converter).
+A convolution is one product per tap of its window. Assumed: taps of the last dim share the array where channels leave
+rows of it free (3 of 128 in the first layer of an image network); groups of channels share it along its diagonal, as
+XLA turns a grouped convolution into a dense one (convolution_group_converter).
 
 Sources: Williams, Waterman and Patterson, "Roofline", CACM 52(4), 2009; `hardware.mxu`.
 """
@@ -36,9 +36,9 @@ class Matmul:
     Attributes:
       dtype: of the MXU: "bf16", "int8", "fp8", "int4".
       passes: runs through the MXU: 1, or 6 for float32 at highest precision.
-      taps: of a convolution, elements of its window: products [m, k] x [k, n], each with weights of its own, that are
-        added up. beside: how many of them may share the rows of the array, as far as these go.
-      packs: whether items of the batch may share the array, on its diagonal (a convolution in groups).
+      taps: window elements of a convolution: products [m, k] x [k, n] with separate weights, which are summed. beside:
+        number of taps that may share the rows of the array, if they fit.
+      packs: whether batch items may share the array along its diagonal (a grouped convolution).
 
     Example:
       >>> Matmul(8, 128, 128).flops

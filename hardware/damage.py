@@ -1,11 +1,11 @@
 """Failed chips and links of a slice: the chips that remain in use, and the torus that they form.
 
-A failed chip takes its tray of 2 x 2 chips with it, which one host serves. All other chips go on as one ring, neighbour
-to neighbour (`hardware.detours`): a torus of one axis. A failed link costs no chip. Where all failed links of an axis
-cut its rings at the same place, and the axis wraps around, it becomes a line and all else stays; otherwise the chips go
-on as one ring that does not use them.
+A failed chip takes its tray of 2 x 2 chips with it, which one host serves. All other chips form one ring, neighbour to
+neighbour (`hardware.detours`): a torus of one axis. A failed link costs no chip. If all failed links of a wrapped axis
+are at one position of its rings, the axis becomes a line and all others stay; otherwise the chips form one ring that
+avoids them.
 
-A ring uses two of a chip's links: what the others would add is left out, so that times are upper bounds.
+A ring uses two of a chip's links; the bandwidth of the others is ignored, so times are upper bounds.
 
 Source: as `hardware.detours`; chips of a host: docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm.
 """
@@ -148,7 +148,7 @@ def _link(torus: Torus, a: Coordinates, b: Coordinates) -> int:
 
 
 def _one_cut_for_each_axis(torus: Torus, links: Sequence[int]) -> bool:
-    """Whether the failed links cut all rings of each axis at one position, so that each axis becomes a line."""
+    """Whether all failed links of an axis are at one position of its rings, so that the axis can become a line."""
     if isinstance(torus, TwistedTorus):
         return False
     cuts: dict[int, set[int]] = {}

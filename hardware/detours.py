@@ -1,9 +1,9 @@
 """Rings around failed chips and links, and the cost of collectives on them.
 
-A ring through all chips that are left, neighbour to neighbour, is put together from rings of 2 x 2 chips, as a host has
-them: two rings that pass each other side by side are joined by exchanging two links, first those that failed. Where a
-host's four chips fail, the others remain such blocks. Without a failed chip a torus with a failed link has another
-choice: the axis of that link is a line, all other axes stay rings.
+A ring through all remaining chips, neighbour to neighbour, is composed of rings of 2 x 2 chips, such as those of a
+host: two adjacent rings are merged by exchanging two links, failed links first. Where a host's four chips fail, the
+remaining chips still form such blocks. A torus with a failed link and no failed chip has an alternative: the axis of
+that link becomes a line, all other axes stay rings.
 
 An all_reduce round a ring of n chips sends half of the data each way: 2 (n-1) (L + S / 2nB).
 
@@ -173,7 +173,7 @@ def _blocks(
 def _joined(
     rings: list[tuple[int, ...]], around: dict[int, set[int]], cut: Collection[frozenset[int]]
 ) -> tuple[int, ...] | None:
-    """Merge rings into one, replacing failed edges (those in `cut`) first; None if one cannot be, or several remain."""
+    """Merge rings into one, replacing failed edges (`cut`) first; None if one cannot be replaced, or rings remain."""
     merging = _Rings(rings, around)
     broken = [edge for edge in cut if any(b in merging.beside.get(a, ()) for a, b in itertools.permutations(edge))]
     for a, b in broken:

@@ -69,10 +69,10 @@ class Message:
     Attributes:
       source, target: nodes; route: the links between them, in order.
       read, write: regions of the source's and of the target's memory (indices of equal shape).
-      size_bytes: whole or fractional.
-      after: numbers (within the plan) of messages that must have arrived before.
-      combine: how the payload meets what the target holds: None stores it, np.add adds it, ...
-      stage: with barriers, a stage starts when the one before has ended everywhere.
+      size_bytes: bytes on the wire, whole or fractional.
+      after: numbers, within the plan, of messages that must arrive first.
+      combine: function of the payload and the target's data; None overwrites, np.add adds, ...
+      stage: with barriers, a stage starts when the previous one has ended everywhere.
     """
 
     source: int

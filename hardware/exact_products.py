@@ -33,9 +33,9 @@ _MAGNITUDE, _LOWER_HALF, _INFINITY = np.uint32(0x7FFFFFFF), np.uint32(0xFFFF), n
 
 
 class Operands:
-    """What several products need to know of the operands that they share, computed once for each array.
+    """Cache of values derived from operands that several products share, such as magnitudes and padded copies.
 
-    Arrays are told apart by their elements in memory, and referenced, so that no other array takes their place. They
+    Keys are an array's address, shape, strides and dtype. Arrays are kept alive, so that addresses are not reused, and
     must not change while this object is in use.
     """
 
@@ -43,7 +43,7 @@ class Operands:
         self._results: dict[tuple[object, ...], tuple[Array, Any]] = {}
 
     def of(self, what: Hashable, x: Array, function: Callable[[Array], T]) -> T:
-        """`function(x)`, under the name `what`.
+        """`function(x)`, cached under the name `what`.
 
         Example:
           >>> operands, x = Operands(), np.arange(4.0)

@@ -1,10 +1,10 @@
 """Time of collectives over mesh axes under a placement on a slice, and the placement with the least time.
 
-A collective over one or more mesh axes is staged by the speed of its levels: first the devices of a chip,
-then the torus, then DCN between slices (all_gather the other way round). On the torus it runs either along
-all its axes with rotated parts, or one part after the other, or round one snake through all its nodes, or, of an
-all_to_all, block by block straight to its end; the fastest is taken and named. Axes that are not alike take unequal
-parts. On a twisted torus a group may also have rings across its axes (`hardware.twisted`).
+A collective over one or more mesh axes is staged by the speed of its levels: first the devices of a chip, then the
+torus, then DCN between slices (all_gather the other way round). On the torus it runs along all axes with rotated parts,
+or axis by axis, or on one snake through all nodes, or for an all_to_all, block by block on direct paths; the fastest is
+chosen and named. Axes that differ get unequal parts. On a twisted torus a group may also have rings across its axes
+(`hardware.twisted`).
 
 Over several slices the data is cut in chunks, so that ICI works on one while DCN works on another (`hardware.chunks`).
 
@@ -76,7 +76,7 @@ class Cost:
       hops: longest chain of links that a byte travels in sequence.
       algorithm: how the torus part runs: "rotated", "in turn", "routed", "twisted", "twisted, routed", "snake ring",
         "snake line" or "-".
-      chunks: in which the data is cut to cross ICI and DCN at the same time; 1 within a slice.
+      chunks: number of chunks that cross ICI and DCN at the same time; 1 within a slice.
     Example:
       >>> placement, _ = best_placement(Slice("v5e-16"), {"x": 4, "y": 4})
       >>> cost = collective_cost(placement, "all_reduce", ["x"], 2.0**20)

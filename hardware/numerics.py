@@ -1,6 +1,6 @@
 """The arithmetic of a TPU core and of a ring of cores, to the last bit.
 
-Three facts fix every number that the simulated machine makes:
+Three facts determine every number of the simulated machine:
 
 * float32 operands are rounded to bfloat16, nearest even, on their way into the MXU;
 * a weight-stationary array of `rows` rows adds down a column, k = 0 .. rows-1, in float32, and the

@@ -1,13 +1,13 @@
 """Every register of a systolic array in any cycle, from the schedule of its tiles.
 
-A vector that enters row 0 in cycle u, its slot, is at PE (r, c) in cycle u + r + c, and so is the partial sum that
-began with it in row 0. In a frame that moves along, nothing waits for a clock: the sums of all slots pass one row of
+A vector that enters row 0 in cycle u, its slot, reaches PE (r, c) in cycle u + r + c, as does the partial sum that
+began with it in row 0. In a frame that moves along with them no clock is needed: the sums of all slots pass one row of
 processing elements after another,
 
     sum[r][u, c] = sum[r - 1][u, c] + weight[r, c] * x[u, r]        a wave: all u and c at once
 
-with the weights of the last tile that began at u or before. Loading is as regular: after the k-th shift of a column
-its shadow registers 0 .. k-1 hold the last k rows of the tile on its way, in order, and the others what they held.
+with the weights of the last tile that began at u or before. Loading is as regular: after the k-th shift of a column,
+its shadow registers 0 .. k-1 hold the last k rows of the incoming tile, in order; the others are unchanged.
 
 Source: Kung and Leiserson, "Systolic arrays (for VLSI)", 1978; `hardware.mxu` for the schedule.
 """

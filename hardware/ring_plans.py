@@ -222,7 +222,7 @@ class Group:
         return self.cosets[key]
 
     def ring(self, axis: int, others: Collection[int]) -> Axis:
-        """(length, whether it closes) of the walk along an axis, counting nodes connected through `others` as one."""
+        """(length, whether it closes) of a walk along an axis; nodes connected through `others` count as one."""
         if self.boxes:
             return self.torus.shape[axis], self.torus.closes(axis, self.axes)
         same, n, here = self.coset(0, others), 1, self.torus.shifted(0, axis, 1)

@@ -1,21 +1,20 @@
 """Fluid model of concurrent collectives on shared links: progress rates over time.
 
-A collective that keeps a place (a torus axis, DCN, ...) busy for some of the time that it takes alone loads that place
-by busy * v when it progresses at v, the share of it that is done per second; alone v is 1 / seconds. The loads of a
-place add up to at most 1. At a place that is full, bandwidth is divided
+A collective progresses at a rate v, the share of it completed per second; alone v is 1 / seconds. It loads each place
+(a torus axis, DCN, ...) by busy * v, busy being the seconds for which it occupies the place. The loads of a place add
+up to at most 1. A full place divides its bandwidth
 
-    "proportional"   by what each one sends: all progress at the same v. Links that serve whole messages in turn do
-                     this to rings in step with each other, each of which has one message at every link
-    "equal"          equally, so that a small one is through in at most twice its time: links that serve packets in turn
-    "in turn"        equally among those that are started. One is started as soon as all that were issued before it and
-                     cross the same place have more left to send there, or have ended: a gather of scales passes a
-                     gather of weights, and what is as large waits. What waits takes what the started ones leave, in
-                     its order
+    "proportional"   in proportion to what each one sends: all progress at the same v. So do rings in step on links that
+                     serve whole messages in turn, if each ring has one message at every link
+    "equal"          equally, so that a small one takes at most twice its own time: links that serve packets in turn
+    "in turn"        equally among the started ones. One starts as soon as all that were issued before it and cross the
+                     same place have more left to send there, or have ended: a gather of scales passes a gather of
+                     weights; one that is as large is queued. Queued ones use what the others leave, in order of issue
 
-and who cannot use their share, because another place or their own hops hold them up, leave it to the others (max-min).
-Two that begin together at one place, of a <= b seconds there, both end after a + b where sharing is proportional; after
-2a and a + b where it is equal; in turn the same if the longer one was issued first, else after a and a + b. The
-schedule of an estimate shares in turn.
+A share that one cannot use, because another place or its own hops limit it, goes to the others (max-min fairness). Two
+that start together at one place, with a <= b seconds there, both end at a + b if sharing is proportional; at 2a and
+a + b if it is equal; in turn the same if the longer one was issued first, otherwise at a and a + b. The schedule of an
+estimate shares in turn.
 
 Sources: Bertsekas and Gallager, "Data Networks", 1992, section 6.5.2 (max-min fairness by progressive filling);
 `hardware.events` for messages in turn.

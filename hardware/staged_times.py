@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StagedTime:
-    """Stages in sequence; each consists of parts that take a + b * bytes seconds and end together.
+    """Stages in sequence, each of parallel parts that take a + b * bytes seconds.
 
     Attributes:
       name: of the algorithm; hops: longest chain of links that a byte travels in sequence.
