@@ -32,7 +32,7 @@ def load_of(args: argparse.Namespace) -> Arrivals | None:
     return None
 
 
-def told_load(args: argparse.Namespace, result: Serving, notes: Sequence[str]) -> int:
+def print_load(args: argparse.Namespace, result: Serving, notes: Sequence[str]) -> int:
     """Print the verdict on a load, the best layout and the fewest slices for it; returns the exit status."""
     goals = {
         "first_token_seconds": None if args.first_token is None else args.first_token / 1e3,

@@ -49,7 +49,7 @@ class PlannedLayout:
 
     @property
     def order(self) -> tuple[bool, bool, float]:
-        """Sort key: layouts that fit first, then by step time."""
+        """Sort key: layouts that fit by step time, then the others by memory, then those without an estimate."""
         if self.est is None:
             return (True, True, 0.0)
         over = self.est.memory.needed_bytes if not self.est.fits else self.est.step_seconds

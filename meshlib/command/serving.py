@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hardware.slices import Slice
 from meshlib.command.choices import is_maxtext
-from meshlib.command.load import load_of, told_load
+from meshlib.command.load import load_of, print_load
 from meshlib.command.output import coloured, say, say_json
 from meshlib.command.subject import slice_of, subject_of
 from meshlib.core.compiler import COMPILERS
@@ -38,7 +38,7 @@ def serve(args: argparse.Namespace) -> int:
         arrivals=load, chunk=args.chunk, separate=args.separate,
     )  # fmt: skip
     if load is not None and result.loads:
-        return told_load(args, result, asked.notes)
+        return print_load(args, result, asked.notes)
     best = _chosen(args, result)
     if args.json:
         say_json({"best": None if best is None else _entry(best), "points": [_entry(p) for p in result.points]})

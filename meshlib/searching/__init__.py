@@ -74,7 +74,7 @@ def _nothing_divides(problems: Iterable[SearchProblem], slices: Sequence[Slice])
 def _check_run(
     axes: int, seconds: float | None, workers: int | Executor | None, progress: object, resume: object
 ) -> None:
-    """That the arguments of a run make sense."""
+    """Check the arguments of a run."""
     if axes < 0:
         raise GraphError(f"search: axes must not be negative, got {axes}")
     if seconds is not None and number(seconds, "search", "seconds") <= 0:
@@ -150,8 +150,8 @@ def search(
       ...     x, w = mtf.input("x", [batch, pixels]), mtf.variable("w", [pixels, hidden])
       ...     loss = mtf.reduce_mean(mtf.relu(mtf.einsum([x, w])))
       ...     return {"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss)
-      >>> found = mtf.search(build, "v3-8", axes=2, seconds=None)
-      >>> str(found.best.candidate.mesh), str(found.best.candidate.layout), found.gap
+      >>> result = mtf.search(build, "v3-8", axes=2, seconds=None)
+      >>> str(result.best.candidate.mesh), str(result.best.candidate.layout), result.gap
       ('model:8', 'hidden:model', 0.0)
     """
     begun = time.monotonic()

@@ -173,7 +173,7 @@ def _dims_to_split(
 ) -> tuple[str, ...]:
     """The dims of inputs and variables that a layout may split."""
     named = dict.fromkeys(d.name for op in sources for d in op.output.shape)
-    if MICROBATCH in sizes:  # the microbatch dim may be split like the batch before and after the stages
+    if MICROBATCH in sizes:  # before and after the stages, microbatches may be split over their axis
         named[MICROBATCH] = None
     return tuple(n for n in named if sizes.get(n, 1) > 1 and n not in forbidden)
 

@@ -162,7 +162,7 @@ class Found(Shown):
         return self.problems[candidate.choices].estimate(candidate)
 
     def why(self, outcome: Outcome) -> str:
-        """Why a candidate loses, in one line; a tie for the winner and those faster by less than the model's error."""
+        """Why a candidate loses, in one line; "" for the winner, and a tie for those within the model's error."""
         if outcome is not self.best and self.fits and outcome in self.tied:
             return f"a tie within the model's error: {outcome.value / self.best.value - 1:+.1%}, not as plain"
         return outcome.against(self.best)

@@ -32,7 +32,7 @@ LEAST_SHARE = 0.01  # share of a scope's elements that a companion must split in
 class AxisRole:
     """The use of an axis.
 
-    `base` dims take the axis wherever they occur; `beside`, a scope (None: all tensors) and a dim, elsewhere.
+    `base` dims take the axis wherever they occur; `beside`, a scope (None: all tensors) and a dim, in others.
     `name` is that of the axis. `holds`: whether variables have a dim of the base, so that it splits the model.
     """
 
@@ -42,7 +42,7 @@ class AxisRole:
     holds: bool
 
     def split(self, size: int, left: dict[str, int]) -> tuple[str, ...] | None:
-        """The base dims divisible by an axis of that size, and the remaining number of parts of all dims.
+        """The base dims divisible by an axis of that size; updates `left`, the parts into which dims can still be cut.
 
         None where no dim of the base divides, or the one beside does not.
         """

@@ -102,9 +102,8 @@ class Serving(Shown):
     """Result of `mtf.serving`.
 
     `points` by layout and batch; `largest`, per layout the largest batch that fits, 0 where none does; `skipped`, the
-    layouts that the model does not divide over, with the reason; `weights` and `caches`, the dtypes of both;
-    `compiler`, what all were lowered and scheduled for; `loads`, what comes of the load under each layout, if one was
-    given.
+    layouts over which the model does not divide, with the reason; `weights` and `caches`, the dtypes of both;
+    `compiler`, that of all estimates; `loads`, the results under each layout, if a load was given.
 
     Example:
       >>> import meshlib as mtf

@@ -126,8 +126,8 @@ class Simulation(Shown):
     def several(self, feeds: Sequence[Mapping[str, Any]]) -> list[dict[str, Array]] | None:
         """Run several steps in one call to the devices, where `runs_several`.
 
-        Returns: their outputs; None, with the state unchanged, where steps must run one by one: a program that
-          prints, and steps that find something wrong, which they say when they are run by themselves.
+        Returns: their outputs; None, with the state unchanged, where steps must run one by one: for a program that
+          prints, and for steps that fail, which report the fault when run singly.
         Raises: FeedError as `step`.
         """
         return None

@@ -125,7 +125,7 @@ class Buffers:
         return None
 
     def _take(self, free: list[tuple[int, int]], size: int) -> int:
-        """The smallest free buffer that is large enough and at most four times too large, otherwise a new one."""
+        """The smallest free buffer of at least `size` bytes and at most four times as many or 4,096, or a new one."""
         n = bisect_left(free, (size, 0))
         if n < len(free) and free[n][0] <= max(4 * size, 4096):
             return free.pop(n)[1]

@@ -175,7 +175,7 @@ def _places(
     for f in factors:
         if f.name not in axes:
             continue
-        # With a window, operand and result differ in size: the blocks are those of the result.
+        # With a window, operand and result may differ in size: blocks are those of the result, if it has the dim.
         size = Halo.length(op, f) if f.role in RUNS else f.size
         over = [(mesh.index(axis), mesh.axis_size(axis)) for axis in axes[f.name]]
         split.append((f.name, over, size // prod(count for _, count in over)))

@@ -158,7 +158,7 @@ class State(MutableMapping[str, Array]):
                     self.put(name, to_storage(np.asanyarray(initial_value), slot.shape, slot.dtype, what))
 
     def stored(self, name: str) -> Array:
-        """A variable's whole array in storage form; read-only."""
+        """A variable's whole array in storage form; not to be written to."""
         return self.arrays[name]
 
     def copy_to(self, name: str, out: Array) -> None:

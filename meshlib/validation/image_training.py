@@ -42,7 +42,7 @@ class PreparedImages:
         if self.evaluation is not None:
             one = self.evaluation.with_physics(physics).step_seconds
             total += math.ceil(run.evaluated / run.batch) * one
-            if run.evaluation_seconds:  # training starts like an evaluation
+            if run.evaluation_seconds:  # training has the start of an evaluation once
                 total += max(0.0, run.evaluation_seconds - math.ceil(EVALUATED / run.batch) * one)
         return total
 
@@ -71,7 +71,7 @@ def prepare_images(run: ImageRun, compiler: Compiler = XLA_TPU) -> PreparedImage
 def _estimated(
     config: ResNetConfig, dims: tuple[Dimension, Dimension], optimizer: str, slice_: Slice, compiler: Compiler
 ) -> Estimate:
-    """Estimate of a training step with that optimizer, or of an evaluation if it is None."""
+    """Estimate of a training step with that optimizer, or of an evaluation if it is ""."""
     groups, _ = dims
     return estimate(_lowered(config, dims, optimizer, slice_.devices // groups.size, compiler), slice_)
 

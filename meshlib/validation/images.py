@@ -5,7 +5,7 @@ Missing fields are filled in by common practice, and reported in `assumed`: batc
 the same machine in another row; evaluation uses the training batch.
 
 Where a row has the time of its evaluation, the time beyond its images is the start of a loop on the devices (loading
-the program, filling the input pipeline): training restarted as often within the time of that row.
+the program, filling the input pipeline). The time of such a row includes one start of training as well.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class Run:
 
     @property
     def model_flops(self) -> float:
-        """Model FLOPs in the measured time over all chips, as papers count: 6 per parameter and token, plus scores."""
+        """Model FLOPs in the measured time on all chips, as papers count: 6 per parameter and token, and attention."""
         spans = "full" if self.encoder else "windows"
         whole = flops_per_token(self.model, self.length, spans) * self.batch * self.length
         return (self.steps + self.evaluations * self.evaluation_batch / self.batch / 3) * whole

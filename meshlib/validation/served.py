@@ -1,11 +1,11 @@
 """Published throughputs of servers beside what `mtf.serving` predicts: `python -m meshlib validate --served`.
 
-Each server was given all requests at once, so that its rows are always full: the figure is what it decodes in a second,
-prompts included. The model knows neither the host between two steps nor prompts that are padded to the next power of
-two, both of which these servers have: it is an upper bound, and the distance from it is what a better server can gain.
+Each server was given all requests at once, so that its batch is always full: the figure is its decoded tokens per
+second, with the time of prompts included. The model has neither host time between steps nor prompts padded to the next
+power of two, both of which these servers have: it is an upper bound, and the distance is what a better server can gain.
 
-Lengths are those that a run states; the runs of JetStream on ShareGPT state none, and have the means of another run of
-the same benchmark (1,780 requests, 214,914 tokens in, 415,416 out: JetStream, pull request 83).
+Lengths are those stated by a run; the runs of JetStream on ShareGPT state none, so they have the means of another run
+of the same benchmark (1,780 requests, 214,914 tokens in, 415,416 out: JetStream, pull request 83).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class ServedRun:
     Attributes:
       model, slice: their names.
       dtype: of weights and caches.
-      batch: rows; None: as many as fit.
+      batch: sequences decoded together; None: as many as fit.
       lengths: mean tokens of a prompt and of an output.
-      tokens_per_second: that were decoded.
+      tokens_per_second: measured decoded tokens.
       source: where it was published.
       chunk: tokens of a prompt that are read at once; None: all.
     """
@@ -52,7 +52,7 @@ class ServedRun:
 
     @property
     def name(self) -> str:
-        """Model, machine, numbers and rows.
+        """Model, slice, dtype and batch.
 
         >>> RUNS[0].name
         'llama3-8b v5e-8 bfloat16 x128'
@@ -61,7 +61,7 @@ class ServedRun:
         return f"{self.model} {self.slice} {self.dtype} {rows}"
 
     def predicted(self) -> float:
-        """Tokens a second of the model: caches of 2,048 positions, heads and d_ff split over all devices."""
+        """Predicted tokens per second: caches of 2,048 positions, heads and d_ff split over all devices."""
         devices = int(self.slice.rpartition("-")[2])
         prompts, outputs = self.lengths
         result = serving(
@@ -95,7 +95,7 @@ RUNS = (
 
 @cache
 def served_figures(runs: tuple[ServedRun, ...] = RUNS) -> Figures:
-    """Each published throughput beside the model's.
+    """Each published throughput beside the predicted one.
 
     Example:
       >>> (row,) = served_figures(RUNS[-1:]).rows

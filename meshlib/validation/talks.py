@@ -43,9 +43,9 @@ DETECTION_PIXELS = 640 * 480  # size of a COCO image; the talk's data set is not
 
 @dataclass(frozen=True)
 class Epochs:
-    """Training of ResNet-50 on `devices` of four chips each: stated and predicted minutes per 90 epochs.
+    """Training of ResNet-50 on `devices` of four chips each: stated and predicted minutes of a run.
 
-    `device_seconds` is a step on the chips alone, `step_seconds` with what hosts do; `fixes`: the row says what.
+    `device_seconds`: a step on the chips alone; `step_seconds`: with hosts; `fixes`: whether hosts were fitted to it.
     """
 
     devices: int

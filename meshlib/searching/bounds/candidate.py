@@ -73,8 +73,7 @@ class Bounds:
       kernels: for each kind of product, how many run per step, and their HBM traffic besides operands.
       elements: HBM traffic of element-wise kernels per step, by the dims along which they may be split.
       resident: number of variables, slots and inputs of each shape, scope and width in bytes.
-      moments: what is stacked, as the dims by which it can be split and bytes, at moments of which one is the peak or
-        below it.
+      moments: bytes of stacked values by the dims that can split them, at several times; the peak is at least each.
       alone: whether there is a single product, which runs without the losses of a whole program.
     """
 
@@ -202,7 +201,7 @@ class Bounds:
     def held_bytes(self, c: Candidate) -> float:
         """Lower bound on a device's peak bytes, without padding.
 
-        Raises: LayoutError where a variable cannot lie so.
+        Raises: LayoutError if the layout cannot shard a variable.
         """
         total = 0.0
         for (shape, scope, width), count in self.resident.items():

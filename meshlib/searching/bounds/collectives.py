@@ -95,7 +95,7 @@ def _placed(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...]) -> tup
     """Placements of a mesh of these sizes, one for each distinct mapping of some of its axes, on any torus axes."""
     chosen = [f"a{n}" for n in axes]
     placements: dict[tuple[object, ...], Placement] = {}
-    for p in _every(slice_, sizes):
+    for p in _all_placements(slice_, sizes):
         names: dict[int, int] = {}
         numbers = count()
         lying = []
@@ -107,7 +107,7 @@ def _placed(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...]) -> tup
 
 
 @lru_cache(maxsize=256)
-def _every(slice_: Slice, sizes: tuple[int, ...]) -> tuple[Placement, ...]:
+def _all_placements(slice_: Slice, sizes: tuple[int, ...]) -> tuple[Placement, ...]:
     return tuple(placements(slice_, {f"a{n}": size for n, size in enumerate(sizes)}))
 
 

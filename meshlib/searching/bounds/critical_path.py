@@ -96,7 +96,7 @@ class CriticalPath:
 
         The core waits for the operands of its next product, and owes `early_exposed` of other collectives, which it
         pays while it waits (`estimation.scheduling`): so it loses at least half of the sum. Each node splits its work
-        over the axis in one edge for all its consumers: the bound is the minimum over joint choices.
+        over the axis in one way for all its consumers: the bound is the minimum over joint choices.
         Collectives that may run in pieces beside a product are left out: they cost the core nothing.
         """
         table, wire = Table(), np.array([self._wire(axis, kind) for kind in range(len(KINDS))])
@@ -174,7 +174,10 @@ class CriticalPath:
         return timed
 
     def _moved_bytes(self, use: HbmUse) -> float:
-        """HBM bytes of one operand or result, without what may stay on the chip between its uses."""
+        """HBM bytes of one operand or result, without what may stay on the chip between its uses.
+
+        A value passed between kernels stays whole or not at all, except for a part in CMEM.
+        """
         least = self._least_bytes(use.sizes, ())
         if use.early or self.slice.chip.cmem_bytes:
             return max(0.0, least - self._held_bytes)
@@ -234,14 +237,13 @@ class CriticalPath:
     def _arrival(self, flow: Flow, edge: Edge, begins: Floats, ends: Floats) -> tuple[Floats, Floats]:
         """Earliest arrival of the first and the last piece of an operand, under each choice of the consuming node.
 
-        `begins` and `ends` are those of the source, under each of its choices. Without pieces, all is sent
-        after the source's end. With pieces, a sum overlaps its source, and is complete before the target
-        begins, unless its second half is a gather; a gather overlaps its target. One piece of each remains that
-        time without the other.
+        `begins` and `ends` are those of the source, under each of its choices. Without pieces, all is sent after the
+        source's end. With pieces, a sum overlaps its source, and is complete before the target begins, unless its
+        second half is a gather; a gather overlaps its target. One piece of each cannot overlap.
         """
         source, target = flow.nodes[edge.source], flow.nodes[edge.target]
         if source.splits is None and source.placed is None:
-            return _both(ends)  # accepts any form
+            return _both(ends)  # the result may have any form
         codes: Ints = np.zeros((1, 1), np.int64)
         present: list[list[int]] = []
         for n in range(len(self.axes)):

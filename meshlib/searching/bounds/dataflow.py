@@ -34,8 +34,9 @@ Bytes: TypeAlias = Mapping[Names | None, float]
 
 @dataclass(frozen=True)
 class Split:
-    """A split of a product, or of attention, over an axis: `reached` are the dims whose rules may bring an axis to it.
+    """A split of a product, or of attention, over an axis.
 
+    `reached`: the dims whose rules may bring an axis to it, None if any may.
     `operands`: the dim split in each operand, None where the operand must be whole; `output`: that of
     the result, None where a pending sum results. `free`: its requirements are unknown.
     """
@@ -83,7 +84,7 @@ class Node:
 
     @property
     def is_apart(self) -> bool:
-        """Whether it is in another kernel than any product, so that values pass to or from it through HBM."""
+        """Whether no other product can fuse it, so that values between both pass through HBM."""
         return any(x is not None for x in (self.placed, self.product, self.attention, self.loop))
 
 
@@ -127,13 +128,13 @@ class Flow:
         Where edges overlap, those of the most bytes are chosen.
         """
         taken: dict[Value, int] = {}
-        paths_of_source: dict[int, list[Edge]] = {}
-        serial_ways = [edge for edges in self.edges for edge in edges if edge.values and self._is_serial(edge)]
-        for edge in sorted(serial_ways, key=lambda edge: (-edge.least_bytes, -edge.source, edge.target)):
+        edges_of_source: dict[int, list[Edge]] = {}
+        serial_edges = [edge for edges in self.edges for edge in edges if edge.values and self._is_serial(edge)]
+        for edge in sorted(serial_edges, key=lambda edge: (-edge.least_bytes, -edge.source, edge.target)):
             if all(taken.get(v, edge.source) == edge.source for v in edge.values):
                 taken.update(dict.fromkeys(edge.values, edge.source))
-                paths_of_source.setdefault(edge.source, []).append(edge)
-        return [paths_of_source[source] for source in sorted(paths_of_source)]
+                edges_of_source.setdefault(edge.source, []).append(edge)
+        return [edges_of_source[source] for source in sorted(edges_of_source)]
 
     @property
     def reducible(self) -> Iterator[Compute]:
@@ -407,7 +408,7 @@ def _home(t: Tensor) -> Placed:
 
 
 def _less(a: Bytes, b: Bytes) -> Bytes:
-    """The element-wise minimum of both."""
+    """The smaller size for each set of dims."""
     sizes = dict(a)
     for names, size in b.items():
         sizes[names] = min(size, sizes.get(names, size))

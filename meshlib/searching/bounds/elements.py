@@ -47,8 +47,8 @@ class Traffic:
 
     Attributes:
       elements: of all element-wise kernels in a step, by the dims along which they may be split.
-      beside: for one run of each product or attention, its results for other kernels, and operands that fused
-        reads.
+      beside: for one run of each product or attention, its results for other kernels, and the operands of element-wise
+        work in its kernel.
     """
 
     elements: dict[Names | None, Passing] = field(default_factory=dict)

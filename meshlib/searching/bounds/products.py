@@ -24,7 +24,7 @@ from meshlib.program.instructions import Compute, Instruction, Value
 from meshlib.program.records import Program
 from meshlib.searching.renamed_dims import Names, Passages, laid_names
 
-# (bytes exposed to HBM, bytes of these that may be prefetched), one pair for each storage width of the operands.
+# (exposed HBM bytes, the part of them that may be prefetched), one pair for each storage width of the operands.
 Pieces: TypeAlias = tuple[tuple[float, float], ...]
 
 
@@ -226,6 +226,7 @@ class Contraction:
 
 @lru_cache(maxsize=1 << 16)
 def product_seconds(chip: Chip, product: Matmul) -> tuple[float, float]:
+    """(MXU seconds, VPU seconds) of a product alone on one device, cached."""
     time = time_of(chip, Engines((product,)))
     return time.mxu_seconds, time.vpu_seconds
 
