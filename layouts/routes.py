@@ -55,7 +55,7 @@ class RouteStep(NamedTuple):
 
 
 # cost, order among moves, number of the next state, collectives, slices, scatters, the move
-Step: TypeAlias = tuple[int, int, int, int, int, int, RouteStep]
+Move: TypeAlias = tuple[int, int, int, int, int, int, RouteStep]
 
 
 @lru_cache(maxsize=1 << 16)
@@ -174,7 +174,7 @@ class _StateGraph:
         self.blocks: list[list[int]] = []  # per state, the number of blocks of each dim
         self.awaits: list[bool] = []  # per state, whether sums are pending
         self._numbers: dict[State, int] = {}
-        self._moves: dict[int, list[Step]] = {}
+        self._moves: dict[int, list[Move]] = {}
 
     def number(self, state: State) -> int:
         """The number of a state."""
@@ -191,7 +191,7 @@ class _StateGraph:
         size_of = self.axis_sizes
         return [prod([size_of[a] for a in entry]) for entry in splits]
 
-    def moves(self, state: int) -> list[Step]:
+    def moves(self, state: int) -> list[Move]:
         """All steps that are possible in a state, cheapest first."""
         known_moves = self._moves.get(state)
         if known_moves is None:

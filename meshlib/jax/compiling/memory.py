@@ -10,8 +10,6 @@ from meshlib.core.text import read_bytes
 _SPACE = re.compile(r"^Memory Space: (\S+) \(color=(\d+)\)\s*\nTotal bytes: (\d+)", re.MULTILINE)
 _VALUE = re.compile(r"^\s+\S+\(\s*\d+%\);\s*([\d.]+\w+);\s*\d+;\s*\d+;\s*(.+)$", re.MULTILINE)
 _USED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", re.IGNORECASE)
-_OVER = re.compile(r"Exceeded hbm capacity by ([\d.]+)([KMGT]?)", re.IGNORECASE)
-_SIZE = re.compile(r"([\d.]+)([KMGT]?)i?B?")
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 

@@ -40,18 +40,19 @@ def padded_pieces(step: CodeStep) -> tuple[list[Var], int] | None:
     makers = [x.maker for x in step.ins if x.maker is not None and x.maker.kind == "pad"]
     if len(makers) != 2 or any(maker.ins[1].number != 0 for maker in makers):
         return None
-    axes = {n for maker in makers for n, (low, high, _) in enumerate(_pads(maker)) if low or high}
-    if len(axes) != 1 or any(between for maker in makers for _, _, between in _pads(maker)):
+    axes = {n for maker in makers for n, (low, high, _) in enumerate(pads_of(maker)) if low or high}
+    if len(axes) != 1 or any(between for maker in makers for _, _, between in pads_of(maker)):
         return None
     (at,) = axes
     (first, low), (second, before) = sorted(
-        ((maker.ins[0], _pads(maker)[at][0]) for maker in makers), key=lambda piece: piece[1]
+        ((maker.ins[0], pads_of(maker)[at][0]) for maker in makers), key=lambda piece: piece[1]
     )
     adjacent = low == 0 and before == first.shape[at] and before + second.shape[at] == step.ins[0].shape[at]
     return ([first, second], at) if adjacent else None
 
 
-def _pads(step: CodeStep) -> list[tuple[int, int, int]]:
+def pads_of(step: CodeStep) -> list[tuple[int, int, int]]:
+    """(before, after, between elements) of each axis that a pad adds."""
     return [(int(low), int(high), int(between)) for low, high, between in step.params["padding_config"]]
 
 
@@ -70,7 +71,7 @@ def _origin(x: Var, at: int) -> tuple[Var, int] | None:
     if stride != 1 or any(run != (0, whole.shape[n], 1) for n, run in enumerate(runs) if n != at):
         return None
     if whole.maker is not None and whole.maker.kind == "pad":  # the piece without its padding
-        piece, pads = whole.maker.ins[0], _pads(whole.maker)
+        piece, pads = whole.maker.ins[0], pads_of(whole.maker)
         same = piece.shape == x.shape and begin == pads[at][0]
         return _origin(piece, at) if same else None
     return whole, begin

@@ -13,7 +13,7 @@ from layouts import Dimension
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
 from meshlib.jax.importing.code import Array, CodeStep, Var
-from meshlib.jax.importing.rotations import Run, rotated, runs_of
+from meshlib.jax.importing.rotations import Run, pads_of, rotated, runs_of
 from meshlib.jax.importing.table import RULES, give, rule, same_axes
 from meshlib.jax.importing.writing import StepWriter, renamed
 from meshlib.ops.movement.dynamic_slices import dynamic_slice, update_slice
@@ -168,14 +168,10 @@ rule("split", axes=_split_axes, write=_split)
 # ---------------------------------------------------------------- padding
 
 
-def _pads(step: CodeStep) -> list[tuple[int, int, int]]:
-    return [(int(a), int(b), int(c)) for a, b, c in step.params["padding_config"]]
-
-
 def _pad_axes(axes: Axes, step: CodeStep) -> None:
     x, out = step.ins[0], step.outs[0]
     new_axes = []
-    for a, size, pads in zip(x.axes, out.shape, _pads(step), strict=True):
+    for a, size, pads in zip(x.axes, out.shape, pads_of(step), strict=True):
         new_axes.append(a if not any(pads) else axes.new(size))
         if any(pads):
             axes.kin.append((new_axes[-1], a))
@@ -189,7 +185,7 @@ def _pad_fault(step: CodeStep) -> str | None:
 def _pad(w: StepWriter, step: CodeStep) -> Tensor:
     x, out = step.ins[0], step.outs[0]
     t, value = w.tensor(x), step.ins[1].number.item()
-    for n, pads in enumerate(_pads(step)):
+    for n, pads in enumerate(pads_of(step)):
         if any(pads):
             t, old = w.merge(t, x.axes[n]), w.whole_dim(x.axes[n])
             t = _padded(t, old, pads, value)

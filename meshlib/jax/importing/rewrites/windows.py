@@ -30,10 +30,6 @@ def _tap(x: Any, value: Any, at: Sequence[int], out: Sequence[int], strides: Seq
     return lax.slice(moved, [0] * x.ndim, moved.shape, [1] * first + list(strides))
 
 
-def _zero(x: Any) -> Any:
-    return np.zeros((), x.dtype)
-
-
 # ---------------------------------------------------------------- reductions of windows
 
 
