@@ -9,7 +9,7 @@ from typing import Self
 
 
 class MeshlibError(Exception):
-    """Base of all errors that this distribution raises.
+    """Base of all errors that this distribution raises on purpose.
 
     Args:
       message: one complete line: call and source line, names, numbers, the rule and a remedy.

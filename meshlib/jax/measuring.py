@@ -45,15 +45,15 @@ def measure_chip(devices: Sequence[Any] | None = None, name: str = "measured") -
       devices: to measure; by default all.
       name: of the chip.
     Returns: a chip with one core; `Slice(f"{name}-{n}", chip)` is as many devices as were measured.
-    Raises: GraphError for what are no devices; HardwareError for a name that no chip can have.
+    Raises: GraphError for invalid devices; HardwareError for an invalid name.
     Example:
       >>> import meshlib as mtf
       >>> from hardware import Slice
       >>> chip = mtf.measure_chip()  # doctest: +SKIP
       >>> mtf.estimate(program, Slice(f"measured-{program.mesh.size}", chip)).step_seconds  # doctest: +SKIP
 
-    Source: measured here and now; what a device does not tell (its on-chip memory, its tiles) is assumed, and each
-      figure's `chip.source` says which it is.
+    Source: measured by this call; figures that a device does not report (on-chip memory, tiles) are assumed, and
+      `chip.source` says which.
     """
     there = checked_devices(devices, "measure_chip")
     timer = _Timer(there)

@@ -50,7 +50,7 @@ def device_mesh(mesh: Mesh, devices: Sequence[jax.Device] | None) -> jax.shardin
     """The program's mesh over the given devices in their order; by default over all, on TPUs ordered by the torus.
 
     With several processes, a mesh over fewer than all devices must fit one process: each process runs it alone.
-    Raises: ProgramError if there are too few, with both numbers and a remedy; GraphError for what are no devices.
+    Raises: ProgramError if there are too few, with both numbers and a remedy; GraphError for invalid devices.
     """
     there = checked_devices(devices, "on_jax")
     if len(there) < mesh.size:

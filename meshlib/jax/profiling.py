@@ -39,7 +39,7 @@ class TimedOperation(NamedTuple):
 def measure(step: Step, run: Callable[[], object], steps: int) -> Measured:
     """Run `steps` steps of a compiled program under the profiler.
 
-    Raises: ProgramError where JAX's profiler runs already, or says nothing of the devices.
+    Raises: ProgramError where JAX's profiler runs already, or reports no operations of the devices.
     """
     text = step.compiled.as_text()
     with tempfile.TemporaryDirectory() as folder:

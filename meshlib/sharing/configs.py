@@ -33,7 +33,7 @@ RECORDS: MappingProxyType[str, type[Any]] = MappingProxyType(
 def as_json(value: object) -> Any:
     """A record, or one of its field values, as JSON types.
 
-    Raises: TypeError for what has no such form.
+    Raises: TypeError for a value that has no such form.
     """
     if is_dataclass(value) and type(value).__name__ in RECORDS:
         return {TYPE: type(value).__name__, **{f.name: as_json(getattr(value, f.name)) for f in fields(value)}}
@@ -49,7 +49,7 @@ def as_json(value: object) -> Any:
 def from_json(value: object, where: str) -> Any:
     """The inverse of `as_json`, except that lists become tuples.
 
-    Raises: CheckpointError for a record that is unknown, or has other fields; `where` is how it begins.
+    Raises: CheckpointError for an unknown record, or one with other fields; its message begins with `where`.
     """
     if isinstance(value, list):
         return tuple(from_json(inner, where) for inner in value)

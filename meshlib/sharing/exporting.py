@@ -76,8 +76,8 @@ def export(
         its further tokens are never chosen.
       images: for an image model, the normalisation of its pixels and the names of its classes.
       build: for a program of your own, a function of these arguments that returns its outputs by name.
-    Raises: GraphError for what does not go together, and variables that are missing; CheckpointError where the folder
-      can't be written.
+    Raises: GraphError for arguments that do not fit together, and for missing variables; CheckpointError where the
+      folder can't be written.
     Example:
       >>> import tempfile
       >>> import meshlib as mtf

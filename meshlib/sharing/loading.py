@@ -49,14 +49,14 @@ def load_model(
     """Load a model that `export` wrote, ready to predict.
 
     Args:
-      folder: which `export` wrote.
+      folder: a folder that `export` wrote.
       mesh, layout: by default one core.
       run: function used instead of `mtf.simulate`, such as `mtf.on_jax` for real devices.
       build: for a program of your own, as for `export`.
       batch: raw inputs per step, over all cores.
     Returns: a `Model`, whose `predict` takes raw input: a line of text, a file or array of pixels, or feeds by name.
-    Raises: CheckpointError for a folder that is none of export's; LayoutError as `mtf.lower`, GraphError for other bad
-      arguments.
+    Raises: CheckpointError for a folder that `export` did not write; LayoutError as `mtf.lower`; GraphError for other
+      bad arguments.
     """
     what = "load_model"
     if not isinstance(folder, str | os.PathLike):
@@ -206,8 +206,8 @@ class TextModel(Model):
 
         Args:
           raw: a text, or a list of texts.
-          options: max_tokens (64, or what the model has positions for), temperature, top_k, top_p, beams, alpha, stop,
-            seed and others of `mtf.generate`. The end of the vocabulary stops a text unless `stop` says otherwise.
+          options: max_tokens (by default 64, within the model's positions), temperature, top_k, top_p, beams, alpha,
+            stop, seed and others of `mtf.generate`. By default the vocabulary's end token stops a text.
         Raises: GraphError for other input, options that do not fit, and a model without a vocabulary.
         """
         what = "predict"
@@ -293,7 +293,7 @@ class ImageModel(Model):
           raw: the path of a file, its bytes, or an array [height, width, channels] of integers 0 to 255 or floats 0 to
             1; or a list of these.
         Returns: a dict of class to probability, or a list of them.
-        Raises: FeedError for what is no picture; GraphError for options, of which there are none.
+        Raises: FeedError for an invalid picture; GraphError for any option, since there are none.
         """
         what = "predict"
         if options:
@@ -349,7 +349,7 @@ class OwnModel(Model):
 
         Args:
           raw: its inputs by name.
-        Raises: FeedError for inputs that do not fit; GraphError for options, of which there are none.
+        Raises: FeedError for inputs that do not fit; GraphError for any option, since there are none.
         """
         if options:
             raise GraphError(f"{at('predict')}: a program of your own has no option {next(iter(options))!r}")

@@ -198,7 +198,7 @@ def _strange_of_family(config: TransformerConfig, family: str | None) -> list[st
 def family_of(config: TransformerConfig, what: str) -> tuple[str, Family]:
     """Name and `Family` of the files that hold a model of this config.
 
-    Raises: GraphError for a config that is of none, with what it should be.
+    Raises: GraphError for a config of no family, with the supported ones.
     """
     if not isinstance(config, TransformerConfig):
         raise GraphError(f"{at(what)}: expected a TransformerConfig, got {type(config).__name__} {config!r:.80}")

@@ -21,9 +21,9 @@ class ImageInput:
     """Normalisation of pixels, (pixel - mean) / deviation for pixels in 0 to 1, and names of classes.
 
     Args:
-      mean, deviation: a number for each channel.
-      classes: their names, in the order of the logits; their numbers unless given.
-    Raises: GraphError for what is none of these.
+      mean, deviation: one number for all channels, or one per channel.
+      classes: their names, in the order of the logits; by default their numbers.
+    Raises: GraphError for other values.
     Example:
       >>> ImageInput((0.5,), (0.25,)).normalised(np.full((1, 1, 1), 255, np.uint8)).tolist()
       [[[2.0]]]

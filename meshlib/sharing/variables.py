@@ -34,7 +34,7 @@ def values_of(
     """Arrays of all wanted variables, from a simulation, arrays by name, or the path of a checkpoint.
 
     `program` returns a program with these variables; it is called only to read a file.
-    Raises: GraphError with all that is missing or of another shape; CheckpointError for a file that is none.
+    Raises: GraphError with all variables that are missing or of another shape; CheckpointError for an invalid file.
     """
     given: Mapping[str, Any]
     if isinstance(trained, Simulation):

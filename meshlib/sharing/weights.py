@@ -41,7 +41,7 @@ def read_weights(path: str | os.PathLike[str], config: TransformerConfig) -> dic
       config: the model's: a preset, or the result of `read_config` for the folder's config.json.
     Returns: arrays by the library's names in float32, layers stacked: for `sim.state`, `mtf.generate`, `mtf.export`.
     Raises: GraphError for a config of another architecture; CheckpointError with all tensors that are missing, of
-      another shape, or nobody's, and for files that are damaged.
+      another shape or unknown, and for damaged files.
     Example:
       >>> import meshlib as mtf
       >>> state = mtf.sharing.read_weights("gpt2", mtf.models.preset("gpt2"))  # doctest: +SKIP
@@ -85,7 +85,7 @@ def write_weights(
 ) -> list[str]:
     """Write a model's variables by Hugging Face's names, to one file or to several with an index.
 
-    What `write_weights` or `mtf.export` wrote into the folder before is replaced.
+    Earlier files of `write_weights` or `mtf.export` in the folder are replaced.
 
     Args:
       state: arrays by the library's names, stacked layers or one by one: `sim.state`, or what `read_weights` returns.

@@ -71,8 +71,8 @@ def compile_for(
       ...     x = mtf.input("x", "batch:8;k:4")
       ...     y = mtf.reduce_sum(mtf.square(x))
       ...     program = mtf.lower({"y": y}, mesh="data:4", layout="batch:data")
-      >>> made = mtf.compile_for(program, "v5e-4", backend="cpu")
-      >>> made.fits, made.sent_bytes == program.sent_bytes, len(made.differences)
+      >>> compiled = mtf.compile_for(program, "v5e-4", backend="cpu")
+      >>> compiled.fits, compiled.sent_bytes == program.sent_bytes, len(compiled.differences)
       (True, True, 0)
     """
     one = isinstance(program, Program)

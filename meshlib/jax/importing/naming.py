@@ -48,7 +48,7 @@ class Leaf:
 def assign_names(names: object, leaves: Sequence[Leaf]) -> None:
     """Assign names to the leaves: `names` maps paths or patterns to axis names in order.
 
-    Raises: GraphError for a path that is none, as many names as there are no axes, and what is no name.
+    Raises: GraphError for an unknown path, a wrong number of names, and an invalid name.
     """
     if names is None:
         return
