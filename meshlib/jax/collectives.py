@@ -200,7 +200,7 @@ def gathered_run(
     index = context.index(axes)
     parts, table, width = [x], np.full((count, length), -1), block
     _fill(table, at_home, 0)
-    for turn in _turns(pieces if received else []):
+    for turn in _permutes(pieces if received else []):
         longest = max(p.length for p in turn)
         # devices without a piece send the same slice
         begins = np.full(count, min(turn[0].begin, block - longest), np.int32)
@@ -219,7 +219,7 @@ def _fill(table: np.ndarray, pieces: Sequence[_Piece], width: int) -> None:
         table[p.target, p.to : p.to + p.length] = width + p.begin + np.arange(p.length)
 
 
-def _turns(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+def _permutes(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
     """Group pieces into permutes, in which each device sends and receives at most one; similar lengths together."""
     turns: list[list[_Piece]] = []
     apart = sorted(pieces, key=lambda p: (-p.length, p.to, p.target))

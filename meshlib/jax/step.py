@@ -72,7 +72,7 @@ class Step:
         self.calls_host = bool(self.prints) or any(
             isinstance(i, Compute) and i.operation.opdef.name == "slicewise" for i, _, _ in walk(program)
         )
-        # what the rows of `StepResult.checks` are about: operations that check indices, then values watched for NaN
+        # subjects of the rows of `StepResult.checks`: operations that check indices, then values watched for NaN
         self.checks: list[Operation] = []
         self.watched: list[str] = []
         self.faults: list[Exception] = []  # exceptions of user functions during a step

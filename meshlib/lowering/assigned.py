@@ -127,13 +127,13 @@ def is_constrained(t: Tensor, rules: LayoutRules) -> bool:
     op = t.operation
     if op.opdef.home is Home.GIVEN:
         return True
-    if t in op.graph.gradient_of or not (op.opdef.home is Home.OPERAND or _turns(op)):
+    if t in op.graph.gradient_of or not (op.opdef.home is Home.OPERAND or _only_renames(op)):
         return False
     new = [d.name for d in t.shape if d not in op.inputs[0].shape]
     return is_constrained(op.inputs[0], rules) and not any(rules.for_dim(n, scope_of(t)) for n in new)
 
 
-def _turns(op: Operation) -> bool:
+def _only_renames(op: Operation) -> bool:
     """Whether an operation only renames or reorders its operand's dims."""
     if op.opdef.kind is not Kind.VIEW or len(op.inputs[0].shape) != len(op.output.shape):
         return False

@@ -55,7 +55,7 @@ class Materialisation(NamedTuple):
 NOWHERE = Materialisation(float("inf"), 0, -1, ())
 
 
-def obtain(source: ValueSource, wanted: Sharding) -> Materialisation:
+def cheapest(source: ValueSource, wanted: Sharding) -> Materialisation:
     """The cheapest way to materialise a value under `wanted`.
 
     Results for an operation are cached with its signature, and freed with its graph; those for shardings alone
@@ -83,7 +83,7 @@ def _obtained(source: ValueSource, wanted: Sharding) -> Materialisation:
     ends, plan = (*source.lies, wanted), reshard(source.lies[n], wanted, source.itemsize)
     before_last = [t for t in plan.steps[:-1] if not t.after.pending]
     reached = [t.after for t in before_last if t.before.pending or STEP_KINDS[t.kind].rearranges]
-    useful = [s for s in reached if s not in source.lies and not parks(s, ends)]
+    useful = [s for s in reached if s not in source.lies and not has_stray_axis(s, ends)]
     return Materialisation(*best, n, tuple([((), s) for s in (*useful, wanted)]))
 
 
@@ -123,7 +123,7 @@ def axes_price(axes: Iterable[str], prices: Prices) -> float:
     return max((by_axis.get(a, 1.0) for a in axes), default=1.0)
 
 
-def parks(s: Sharding, ends: Iterable[Sharding]) -> bool:
+def has_stray_axis(s: Sharding, ends: Iterable[Sharding]) -> bool:
     """Whether a sharding has an axis on a dim where none of `ends` has it, which no user would choose (rule 2)."""
     return any(not any(a in end.axes[d] for end in ends) for d, entry in enumerate(s.axes) for a in entry)
 
@@ -148,7 +148,7 @@ def _recomputation(made: RepeatableOperation, wanted: Sharding) -> Materialisati
     cost, collectives = BYTES_PER_OPERATION * (blocks.work.vpu_ops + 1), 0
     new: list[tuple[Path, Sharding]] = []
     for n, (x, s) in enumerate(zip(made.operands, assigned.operands, strict=True)):
-        route = obtain(x, s)
+        route = cheapest(x, s)
         if route is NOWHERE:
             return NOWHERE
         cost += route.cost

@@ -120,7 +120,7 @@ class Lowering:
                 if t.operation.opdef.kind is not Kind.INPUT:
                     homes.bind(t, end)
             sweep = self._sweep(simple, homes, bound, near)
-            placed = [sweep.as_it_lies(t) if s is None else sweep.at(t, s) for t, s in zip(returned, ends, strict=True)]
+            placed = [sweep.as_is(t) if s is None else sweep.at(t, s) for t, s in zip(returned, ends, strict=True)]
             outputs = {f"{v.tensor.name} ({n})": v for n, v in enumerate(placed)}
             for name in names:
                 if name not in sweep.inputs:  # a carry that the body ignores

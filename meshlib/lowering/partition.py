@@ -83,9 +83,9 @@ class Partitioner:
 
     def at(self, t: Tensor, wanted: Sharding) -> Value:
         """`t` under a given sharding: for loop carries."""
-        return self.places.bring(t, wanted, t.operation.region, None)
+        return self.places.materialise(t, wanted, t.operation.region, None)
 
-    def as_it_lies(self, t: Tensor) -> Value:
+    def as_is(self, t: Tensor) -> Value:
         """`t` under an existing sharding: the assigned one, otherwise the smallest blocks; reduced if it is pending."""
         there = [v.sharding for _, v in self.places.instances[t]]
         return self.at(t, least_memory(there, self.homes.of(t)))
@@ -106,7 +106,7 @@ class Partitioner:
         name = op.attrs["variable"]
         if name not in self.variables:  # written but never read
             self.resident(self.homes.graph.variables[name])
-        value = self.places.bring(x, self.variables[name].sharding, UPDATE, op)
+        value = self.places.materialise(x, self.variables[name].sharding, UPDATE, op)
         self.updates[name] = value
         self.places.instructions.append(Commit(op, (value,), (), UPDATE))
 
@@ -149,9 +149,9 @@ class Partitioner:
         passing = self.places.add(t, made, t.operation.region) is not None
         settled = binding(t, self.graph, self.homes, self.fetched).settled(made.sharding, self.homes.of(t))
         if settled != made.sharding:
-            self.places.bring(t, settled, t.operation.region, None)
+            self.places.materialise(t, settled, t.operation.region, None)
         elif passing:
-            self.places.keep(t, settled)
+            self.places.leave_copy(t, settled)
         if t.operation.opdef.home is Home.GIVEN:
             # A constrained value exists under its assigned sharding alone, so that users cannot bypass the constraint.
             self.places.instances[t] = self.places.instances[t][-1:]

@@ -16,7 +16,7 @@ from meshlib.core.graph import Operation, Tensor
 from meshlib.lowering.assigned import Homes
 from meshlib.lowering.bindings import stored
 from meshlib.lowering.loops import Makers
-from meshlib.lowering.materialisation import Prices, RepeatableOperation, ValueSource, again_axes, between, obtain
+from meshlib.lowering.materialisation import Prices, RepeatableOperation, ValueSource, again_axes, between, cheapest
 from meshlib.lowering.reasons import explain_step
 from meshlib.lowering.simplification import Simplified
 from meshlib.program.instructions import Compute, Instruction, Move, Value
@@ -67,7 +67,7 @@ class Places:
         self.instances.setdefault(t, []).append((reach, value))
         return reach
 
-    def keep(self, t: Tensor, made: Sharding) -> None:
+    def leave_copy(self, t: Tensor, made: Sharding) -> None:
         """If the copy computed under `made` takes too much memory, leave another one for later regions."""
         region, home = t.operation.region, self.homes.of(t)
         uses = self.uses(t)
@@ -83,7 +83,7 @@ class Places:
         candidates = [s for s in (*own, stored(made, home), *later, home) if s.local_size <= home.local_size]
         best = min(candidates, key=cost)
         if best not in own and not (t in self.graph.again and between(made, best, t.dtype.itemsize, self.prices)[0]):
-            self.bring(t, best, region, None)
+            self.materialise(t, best, region, None)
 
     def use(self, t: Tensor, wanted: Sharding, op: Operation) -> Value:
         """`t` under `wanted` for an operation, after creating other copies first if later uses profit from them."""
@@ -91,12 +91,12 @@ class Places:
         if there is not None:
             return there
         if self._via_assigned(t, wanted, op.region):
-            self.bring(t, self.homes.of(t), op.region, op)
+            self.materialise(t, self.homes.of(t), op.region, op)
         for s in self._create_before(t, wanted, op.region):
-            self.bring(t, s, op.region, op)
-        value = self.bring(t, wanted, op.region, op)
+            self.materialise(t, s, op.region, op)
+        value = self.materialise(t, wanted, op.region, op)
         for s in self._lasting_slices(t, wanted, op.region):
-            self.bring(t, s, op.region, op)
+            self.materialise(t, s, op.region, op)
         return value
 
     def _lasting_slices(self, t: Tensor, there: Sharding, region: str) -> Sequence[Sharding]:
@@ -151,20 +151,20 @@ class Places:
                 saved += sum(max(0.0, cost(s, there) - cost(s, [home])) for s in placements if s not in there)
         return saved > 0
 
-    def bring(self, t: Tensor, wanted: Sharding, region: str, user: Operation | None) -> Value:
+    def materialise(self, t: Tensor, wanted: Sharding, region: str, user: Operation | None) -> Value:
         """Materialise `t` under `wanted` from the nearest copy; user None: for its assigned sharding."""
         there = self._existing(t, wanted, region)
         if there is not None:
             return there
         if wanted.pending and t in self.graph.again:  # a recomputed value is complete, and counts on one device
-            self.bring(t, wanted.drop_pending(), region, user)
+            self.materialise(t, wanted.drop_pending(), region, user)
         known = self.known(t, region)
-        route = obtain(self.source(t, region), wanted)
+        route = cheapest(self.source(t, region), wanted)
         if route.origin < 0:
             value = self._recompute(t, wanted, region, user)
             self.add(t, value, region)
             return value
-        passed = {v.sharding: v for v in self.walk(known[route.origin], wanted, user)}
+        passed = {v.sharding: v for v in self.emit_reshard(known[route.origin], wanted, user)}
         for _, s in route.new:
             self.add(t, passed[s], region)
         return passed[wanted]
@@ -186,12 +186,12 @@ class Places:
         assigned = None if axes is None else signature.under(wanted.mesh, axes, ((),) * len(inputs))
         assert axes is not None  # feasible, since it was priced
         assert assigned is not None
-        taken = [self.bring(x, s, region, user) for x, s in zip(inputs, assigned.operands, strict=True)]
+        taken = [self.materialise(x, s, region, user) for x, s in zip(inputs, assigned.operands, strict=True)]
         split = tuple((a, f) for f, entry in axes.items() for a in entry)
         self.instructions.append(Compute(op, tuple(taken), (value,), region, split))
         return value
 
-    def walk(self, value: Value, wanted: Sharding, user: Operation | None) -> list[Value]:
+    def emit_reshard(self, value: Value, wanted: Sharding, user: Operation | None) -> list[Value]:
         """Emit the steps of the cheapest reshard; returns `value` and the result of each step."""
         t, values = value.tensor, [value]
         for step in reshard(value.sharding, wanted, t.dtype.itemsize).steps:

@@ -168,13 +168,13 @@ def _at_taps(part: RowContext, x: Array, n: int, back: bool, fill: Any) -> Itera
         dims.append((part.names[n].index(dim), s, _before(part, s, (n, dim), None, dim), part.out.shape.dim(dim).size))
         x = _inside(part, n, dim, x, fill)
     for tap in product(*(range(s.second) for _, s, _, _ in dims)):
-        met = x
+        at_tap = x
         for (axis, s, before, size), f in zip(dims, tap, strict=True):
-            met = _met(met, axis, s, before - s.dilation * f, size, fill)
-        yield met
+            at_tap = _under_tap(at_tap, axis, s, before - s.dilation * f, size, fill)
+        yield at_tap
 
 
-def _met(x: Array, axis: int, s: Slide, before: Index, size: int, fill: Any) -> Array:
+def _under_tap(x: Array, axis: int, s: Slide, before: Index, size: int, fill: Any) -> Array:
     """x[(stride * i - before) / spread] for i < size."""
     reach = (size - 1) * s.stride + 1
     if isinstance(before, int):
