@@ -41,12 +41,12 @@ def chunked_seconds(kind: str, ici_seconds: float, dcn_seconds: float, chunks: i
 def best_chunks(
     chip: Chip, kind: str, ways: Sequence[StagedTime], group: tuple[int, int], size: float
 ) -> tuple[int, float]:
-    """(chunks, seconds) of a collective over ICI and DCN: the number of chunks that takes least.
+    """(number of chunks, seconds) of the fastest chunked collective over ICI and DCN.
 
     Args:
-      ways: of one direction within a slice.
+      ways: alternative stage times of one direction within a slice.
       group: (devices within a slice, slices).
-      size: bytes on one device.
+      size: payload bytes on one device.
     """
 
     def seconds(chunks: int) -> float:

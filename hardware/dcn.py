@@ -69,8 +69,8 @@ def all_reduce_over(slices: Slice | str, payload_bytes: float, chunks: int | Non
 
     Args:
       slices: such as "4*v5e-256", or its `Slice`.
-      payload_bytes: the operand on one device.
-      chunks: in which the data is cut so that ICI and DCN work at once (default: the best of `chunks.CHUNKS`).
+      payload_bytes: bytes of the operand on one device.
+      chunks: number of chunks, so that ICI and DCN work at once (default: the best of `chunks.CHUNKS`).
     Returns: TwoLevels; by default `seconds` is that of `hardware.collective_cost`.
     Raises: HardwareError for a single slice, a negative size, or no chunks.
     Example:

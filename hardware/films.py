@@ -34,10 +34,10 @@ class FilmFrame:
     """State of a torus over an interval of time.
 
     Attributes:
-      torus: whose links and nodes it shows; title: above it.
-      loads: link -> share of the time for which it is busy; links that are left out are idle.
-      received: node -> share of all that it receives; empty where that is not known.
-      failed: nodes that are left out, x in text.
+      torus: the torus; title: text above the picture.
+      loads: link -> share of the interval for which it is busy; missing links are idle.
+      received: node -> share of its data that has arrived at the end of the interval; empty if unknown.
+      failed: failed nodes; x in text.
     """
 
     torus: Torus
@@ -132,10 +132,10 @@ def film_of(collective: CollectivePlan, links: Links, frames: int = FRAMES) -> F
     """Simulate a collective and cut it into frames of equal length.
 
     Args:
-      collective: such as `hardware.ring_plans.all_reduce` makes; it is run.
+      collective: a plan, such as `hardware.ring_plans.all_reduce` returns; it is run.
       links: rates of the links.
-      frames: how many.
-    Returns: Film; each frame has the load of links in its time, and what has arrived at its end.
+      frames: number of frames.
+    Returns: Film; each frame has the loads of links during its interval, and what has arrived at its end.
     Raises: HardwareError for other arguments, or a collective that sends nothing.
     Example:
       >>> import numpy as np
@@ -179,7 +179,7 @@ def axis_loads(torus: Torus, busy: Mapping[int, float]) -> dict[int, float]:
     """Loads of all links, from the load of each torus axis.
 
     Args:
-      busy: torus axis -> share of the time; axes left out are idle.
+      busy: torus axis -> share of the time for which its links are busy; missing axes are idle.
     Example:
       >>> sorted(axis_loads(Torus((2,), wrap=False), {0: 0.5}).items())
       [(0, 0.5), (3, 0.5)]

@@ -75,12 +75,12 @@ def young_seconds(checkpoint_seconds: float, mean_time_between_failures: float) 
 
 
 def waiting_share(spares: int, repair_seconds: float, mean_time_between_failures: float) -> float:
-    """Share of the time in which the machine stands still because more parts are under repair than there are spares.
+    """Share of the time for which a machine stops because more parts are under repair than it has spares.
 
     Args:
-      spares: parts beyond those that run.
-      repair_seconds: of one part; several are repaired at once.
-      mean_time_between_failures: of all running parts together, seconds.
+      spares: number of spare parts.
+      repair_seconds: time to repair a part; several are repaired at once.
+      mean_time_between_failures: seconds between failures of any running part.
     Raises: HardwareError for negative or non-finite values.
     Example:
       >>> [f"{waiting_share(spares, 4 * 3600, 24 * 3600):.2%}" for spares in range(3)]

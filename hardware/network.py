@@ -97,10 +97,10 @@ def collective_cost(
     """Modelled time of a collective over mesh axes.
 
     Args:
-      placement: where the mesh lies.
+      placement: position of the mesh on the slice.
       kind: one of KINDS.
       axes: the mesh axes of the group.
-      payload_bytes: operand on one device; for an all_gather the result.
+      payload_bytes: bytes of the operand on one device; of the result for an all_gather.
       links: rates of an ICI link (default: the chip's, at the share that is reached).
     Returns: Cost; zero for a group of one.
     Raises: HardwareError for an unknown kind or axis, or a negative size.

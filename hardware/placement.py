@@ -42,7 +42,7 @@ class PlacementFactor(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each mesh axis lies: per axis name its factors, the major one first.
+    """Position of a mesh on a slice: of each axis by name the factors, the major one first.
 
     Raises: HardwareError unless there is a slice, or its name, and the factors of every place tile it exactly.
     Example:
@@ -77,9 +77,9 @@ class Placement:
         given: object = self.factors
         for pair in given if isinstance(given, tuple) else (given,):
             if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
-                raise HardwareError(f"factors of a placement are ((name, (Factor, ...)), ...), not {given!r}")
+                raise HardwareError(f"factors of a placement are ((name, (PlacementFactor, ...)), ...): {given!r}")
             if not isinstance(pair[1], tuple) or not all(isinstance(factor, PlacementFactor) for factor in pair[1]):
-                raise HardwareError(f"axis {pair[0]!r} lies on a tuple of Factor(place, size, stride), not {pair[1]!r}")
+                raise HardwareError(f"axis {pair[0]!r} must lie on a tuple of PlacementFactor, not {pair[1]!r}")
             for factor in pair[1]:
                 if any(type(number) is not int for number in factor) or factor.size < 1 or factor.stride < 1:
                     raise HardwareError(f"{factor} must be three integers, size and stride at least 1")

@@ -49,7 +49,7 @@ def all_to_all(
       algorithm: "rotated" or "phased" (with closed forms), or "routed" (whose time depends on the order of
         messages).
       element_bytes: size of an element on the wire (default its own).
-    Returns: Collective; results have the shape of the operand.
+    Returns: CollectivePlan; results have the shape of the operand.
     Raises: HardwareError for wrong arrays or axes, or an unknown algorithm.
     Example:
       >>> from hardware.events import Links
@@ -226,7 +226,7 @@ def permute(
       target: node -> the node that receives its operand, or None to send nothing; no node receives two.
       chunks: pieces, >= 1.
       element_bytes: size of an element on the wire (default its own).
-    Returns: Collective; nodes that receive nothing end with zeros.
+    Returns: CollectivePlan; nodes that receive nothing end with zeros.
     Raises: HardwareError for wrong arrays, chunks below 1, targets outside the torus or met twice.
     Example:
       >>> from hardware.events import Links
@@ -271,7 +271,7 @@ def broadcast(
       algorithm: "tree" (any torus) or "halves" (all axes wrapped).
       chunks: pieces that follow each other, >= 1.
       element_bytes: size of an element on the wire (default its own).
-    Returns: Collective; results have the shape of `data`.
+    Returns: CollectivePlan; results have the shape of `data`.
     Raises: HardwareError for a root outside, chunks below 1, an unknown algorithm, halves without wrap.
     Example:
       >>> from hardware.events import Links

@@ -97,7 +97,7 @@ def all_gather(
       parts: 1, or one per axis (default).
       barrier: stages begin together everywhere; else each node goes on when it can.
       element_bytes: size of an element on the wire (default its own).
-    Returns: Collective; results are [nodes of the group in row-major order, *block shape].
+    Returns: CollectivePlan; results are [nodes of the group in row-major order, *block shape].
     Raises: HardwareError for a wrong number or unequal shapes of blocks, or unknown axes.
     Example:
       >>> gather = all_gather(Torus((3,)), [np.array([i, -i]) for i in range(3)])
@@ -128,7 +128,7 @@ def reduce_scatter(
       data: one array per node, [nodes of the group, ...].
       op: "sum", "max" or "min".
       The others as `all_gather`.
-    Returns: Collective; results have the shape of one block.
+    Returns: CollectivePlan; results have the shape of one block.
     Example:
       >>> scatter = reduce_scatter(Torus((2,)), [np.array([1.0, 2.0]), np.array([10.0, 20.0])])
       >>> _ = scatter.run(Links(1e9))
@@ -163,7 +163,7 @@ def all_reduce(
     """all_reduce as messages: combine the operands of a group; every node obtains the result.
 
     Args: as `reduce_scatter`, data of any shape.
-    Returns: Collective; results have the shape of the operand.
+    Returns: CollectivePlan; results have the shape of the operand.
     Example:
       >>> reduce = all_reduce(Torus((2, 2)), [np.full(3, i) for i in range(4)], op="max")
       >>> _ = reduce.run(Links(1e9))

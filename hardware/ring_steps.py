@@ -68,8 +68,8 @@ class RingRun:
 
     Attributes:
       kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
-      steps: `RingStep`s; 0 is what nodes begin with.
-      results: what each node has at the end: like the operand, of an all_gather [nodes, ...], of the others flat.
+      steps: `RingStep`s; step 0 is the initial state.
+      results: final array of each node: [nodes, *operand shape] for an all_gather, flat for others.
     """
 
     kind: str

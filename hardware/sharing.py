@@ -51,7 +51,7 @@ class Shared:
     """Collectives on shared links.
 
     Attributes:
-      ends: when each ends, in seconds, in the order given.
+      ends: end of each collective, in seconds, in the order given.
       spans: intervals of constant rates, from the first start to the last end.
     """
 
@@ -68,8 +68,8 @@ def shared(costs: Sequence[Cost], starts: Sequence[float] | None = None, policy:
     """End times of collectives in flight at the same time.
 
     Args:
-      costs: of each alone, as `hardware.collective_cost` returns, in the order in which they are issued.
-      starts: when each is ready, in seconds; by default all at 0.
+      costs: cost of each collective alone, as from `hardware.collective_cost`, in order of issue.
+      starts: seconds at which each is ready; by default all at 0.
       policy: how a full place divides its bandwidth, see the module docstring.
     Returns: Shared.
     Raises: HardwareError for other costs, a wrong number of starts, negative ones, or an unknown policy.
@@ -133,9 +133,8 @@ class SharedLinks:
     """Collectives on shared links, issued one after the other; each changes the schedule from its start on.
 
     Attributes:
-      policy: as `shared` takes it.
-      begins, ends: of the collectives in the order of issue, when each is first sent and when it ends, given all that
-        have been issued so far.
+      policy: as in `shared`.
+      begins, ends: seconds at which each collective is first sent and ends, in order of issue, given all issued so far.
       spans: the collectives in flight over time; the last span is empty.
 
     Example:

@@ -178,7 +178,7 @@ class Torus:
         """Links of a shortest path, axis by axis in order.
 
         Args:
-          backward_ties: of `routes`, the last one: go in the - direction where both ways round are equally long.
+          backward_ties: take the last of `routes`: the - direction where both ways round are equally long.
         Example:
           >>> torus = Torus((4, 4))
           >>> [torus.ends(link) for link in torus.route(0, 15)]
@@ -196,7 +196,7 @@ class Torus:
         return tuple(path)
 
     def describe_link(self, link: int) -> str:
-        """Such as `0->3 axis1-`."""
+        """Text of a link, such as `0->3 axis1-`."""
         source, target = self.ends(link)
         return f"{source}->{target} axis{link // 2 % self.rank}{'-' if link % 2 else '+'}"
 

@@ -22,7 +22,7 @@ IDLE = (0.82, 0.82, 0.82, 1.0)
 
 
 def plot_frame(frame: FilmFrame, ax: Any) -> Any:
-    """`Frame.plot`."""
+    """`FilmFrame.plot`."""
     torus = frame.torus
     axes = _axes(ax, frame)
     from matplotlib import colormaps
@@ -158,8 +158,8 @@ def _axes(ax: Any, frame: FilmFrame) -> Any:
         try:
             from matplotlib import pyplot
         except ImportError:
-            raise HardwareError("Frame.plot needs matplotlib: pip install 'meshlib-tpu[plot]'") from None
+            raise HardwareError("FilmFrame.plot needs matplotlib: pip install 'meshlib-tpu[plot]'") from None
         return pyplot.figure(figsize=_size(frame)).add_subplot()
     if not callable(getattr(ax, "add_collection", None)):
-        raise HardwareError(f"Frame.plot: ax must be matplotlib Axes, got {type(ax).__name__} {ax!r:.80}")
+        raise HardwareError(f"FilmFrame.plot: ax must be matplotlib Axes, got {type(ax).__name__} {ax!r:.80}")
     return ax

@@ -32,9 +32,9 @@ class TwistedRings:
     """Rings of a group across axes of a twisted torus.
 
     Attributes:
-      places: the torus axes along which its data moves, one part for each.
-      lengths: nodes of the rings that an all_gather goes round, stage by stage.
-      shape: of the twisted torus that the group is, or () where it is the rings of short axes alone.
+      places: torus axes along which the data moves, one part of it along each.
+      lengths: ring length of each stage of an all_gather.
+      shape: shape of the twisted torus that the group forms, or () where it has only the rings of short axes.
     """
 
     places: tuple[int, ...]

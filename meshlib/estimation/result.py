@@ -366,7 +366,7 @@ class Estimate(Shown):
         """Time of the step by bottleneck, by kind of operation and by line of the program.
 
         Args:
-          measured: what `run.profile(feeds)` of an `mtf.on_jax` run returned, to stand beside what is modelled.
+          measured: result of `run.profile(feeds)` of an `mtf.on_jax` run, shown beside the modelled times.
         Returns: a `Profile`: print it, `.seconds`, `.busy_seconds`, `.mxu_share`, `.by("line")`, `.plot(path)`.
         Raises: GraphError where `measured` is something else.
         Example:
@@ -437,9 +437,9 @@ class Estimate(Shown):
         It needs no network and works without scripts, in the dark, on a phone and on paper.
 
         Args:
-          path: of the file, such as "plan.html"; it is complete or not there.
-          title: of the page; by default mesh and slice.
-          compiled: what the real compiler said of the program, if it was asked; its text is shown.
+          path: path of the file, such as "plan.html", which is written atomically.
+          title: title of the page; by default mesh and slice.
+          compiled: the real compiler's report on the program, if any; its text is shown.
         Raises: GraphError where the path cannot be written.
         Example:
           >>> import tempfile

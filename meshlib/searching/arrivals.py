@@ -30,13 +30,13 @@ class Arrivals:
     """The load of a server.
 
     Args:
-      rate: requests a second, which arrive at random (a Poisson process).
-      prompts, outputs: tokens of a request's prompt, and how many it asks for: a number; text, "100-2000" for any
-        length between two, all equally likely, or "200~1500" for a log-normal distribution by its median and 99th
-        percentile; a mapping of lengths to weights, such as a measured histogram; or a list, of which one is drawn.
-      requests: how many are simulated.
-      seed: of what is drawn.
-      steady: whether requests come at equal distances in place of at random.
+      rate: mean requests per second of a Poisson process.
+      prompts, outputs: tokens of a request's prompt, and tokens it asks for: a number; text, "100-2000" for uniform
+        lengths or "200~1500" for a log-normal distribution by its median and 99th percentile; a mapping of lengths to
+        weights, such as a measured histogram; or a list from which lengths are drawn.
+      requests: number of simulated requests.
+      seed: seed of the random arrivals and lengths.
+      steady: whether requests arrive at equal intervals instead of at random.
     Raises: GraphError for a value of the wrong kind.
     Example:
       >>> import meshlib as mtf
@@ -71,8 +71,8 @@ class Arrivals:
 
         Args:
           rows: (seconds, prompt tokens, output tokens) of each, in order of time, or the path of a text file of such
-            rows, separated by commas; a first line of names is passed over.
-        Raises: GraphError for a row that is none, with its number.
+            rows, separated by commas; a header line is skipped.
+        Raises: GraphError for a malformed row, by its number.
         """
         parsed_rows = _read(rows) if isinstance(rows, str | os.PathLike) else list(rows)
         recorded = [_recorded(row, n) for n, row in enumerate(parsed_rows, start=1)]

@@ -171,7 +171,7 @@ class Found(Shown):
         """Effect of other changes on the winner: the best candidates are estimated again.
 
         Args:
-          leaders: how many of the ranking, those that fit.
+          leaders: number of best candidates that fit.
           changes: `links` or `flops`: factors on the rates of the links, or of the MXU; `slice`: names of slices of as
             many devices; all others: arguments of the builder, such as batch=[64, 256].
         Returns: a Sensitivity; print it.
@@ -205,7 +205,7 @@ class Found(Shown):
         """Write a self-contained HTML page on the winner's estimate, with the other estimated candidates.
 
         Args:
-          path: of the file, such as "plan.html"; title: of the page; by default mesh and slice.
+          path: path of the file, such as "plan.html"; title: title of the page; by default mesh and slice.
         Raises: GraphError where nothing was estimated, or the path cannot be written.
         """
         from meshlib.report.page import page, write_page

@@ -32,8 +32,8 @@ class StepSeconds:
     """Modelled times of a server's steps, interpolated linearly between estimates.
 
     Attributes:
-      decode: (sequences, seconds) of a step; prefill: (tokens of a prompt, seconds) of reading `together` prompts at
-        once; transfer: seconds in which the caches of a token are sent to another slice.
+      decode: (sequences, seconds) of decoding steps; prefill: (tokens of a prompt, seconds) of prefilling `together`
+        prompts at once; transfer: seconds to send the caches of one token to another slice.
     """
 
     decode: Table
@@ -74,10 +74,10 @@ class ServedLoad:
     """Result of serving a load. Modelled; times are per request, in order of arrival.
 
     Attributes:
-      name: of the layout; arrivals: the load.
-      started, first, last: when the prompt begins to be read, and when the first and the last token are there.
-      busy_seconds: of reading and decoding.
-      steps, chunk, separate: what was simulated, as `serve_load` takes it.
+      name: name of the layout; arrivals: the load.
+      started, first, last: seconds at which prefill starts, and at which the first and the last token are ready.
+      busy_seconds: seconds spent in prefill and decoding.
+      steps, chunk, separate: as in `serve_load`.
     Example:
       >>> import meshlib as mtf
       >>> load = mtf.Arrivals(rate=50, prompts=8, outputs=8, requests=100)
@@ -186,9 +186,9 @@ def serve_load(
     """Simulate a server under a load.
 
     Args:
-      name: of its layout. steps: how long its steps take.
-      chunk: tokens of a prompt that are read before running sequences get a token again; all unless given.
-      separate: whether prompts are read on a slice of their own.
+      name: name of its layout; steps: times of its steps.
+      chunk: prompt tokens to prefill between decoding steps of running sequences; by default the whole prompt.
+      separate: whether prefill runs on a slice of its own.
     Returns: a `ServedLoad`.
     Example:
       >>> load = Arrivals(rate=1.0, prompts=4, outputs=3, requests=2, steady=True)

@@ -63,30 +63,30 @@ def serving(
     Args:
       config: a decoder or an encoder-decoder.
       slice: a name or a `hardware.Slice`.
-      context: positions that caches hold, all of them full; 2,048 unless given; prompt: tokens that a prefill reads,
-        half of them unless given (of an encoder-decoder one, beside `encoder_length` that are encoded).
-      batches: to try under each layout, as far as they fit and divide; else 1, 2, 4, ... for each data-parallel group,
-        up to the largest that fits, which is the last.
-      layouts: (mesh, layout) pairs; else batch, heads and features of weights split in powers of two in all ways that
-        the model divides, caches by positions where heads are fewer, and experts over axes of the batch.
-      cache_dtype: as of `mtf.models.prefill`.
-      compiler: what the programs are lowered and scheduled for.
-      group_size: as of `mtf.models.decode_step`, of a model with experts: at most so many sequences of one
-        data-parallel group are routed together, as many as divide them. Unless given every expert computes every token.
-      weight_dtype: what weights are stored in: "bfloat16", "float32", or for the kernels of products "int8", "int4",
-        "float8_e4m3fn" or "float8_e5m2", with a scale for each channel, and bfloat16 for the others. Unless given that
-        of the config's numerics, or bfloat16, in which models are served, where these have a wider one for training.
-      arrivals: a load, see `Arrivals`, under which each layout is simulated with its largest batch; `context` is what
-        its longest request needs unless given, and prompts have its lengths.
-      chunk: tokens of a prompt that are read at once, before sequences that run get their next token; all unless given.
-      separate: whether prompts are read on a second slice of the same kind, from which caches are sent over DCN.
+      context: positions in the caches, all full; by default 2,048. prompt: tokens of a prefill; by default half the
+        context (1 for an encoder-decoder, which also encodes `encoder_length` tokens).
+      batches: batches to try under each layout, where they fit and divide; by default 1, 2, 4, ... per data-parallel
+        group, and last the largest that fits.
+      layouts: (mesh, layout) pairs; by default all splits of batch, heads and features of weights by powers of two that
+        divide them, of caches by positions where heads are fewer, and of experts over axes of the batch.
+      cache_dtype: as in `mtf.models.prefill`.
+      compiler: the compiler for which programs are lowered and scheduled.
+      group_size: as in `mtf.models.decode_step`, for a model with experts: the most sequences of a data-parallel group
+        that are routed together; a divisor is used. By default every expert computes every token.
+      weight_dtype: dtype of stored weights: "bfloat16" or "float32", or "int8", "int4", "float8_e4m3fn" or
+        "float8_e5m2" for kernels of products, with a scale per channel, and bfloat16 for others. By default that of
+        the config's numerics, or bfloat16 where that is wider.
+      arrivals: a load (`Arrivals`) under which each layout is simulated with its largest batch. The default context is
+        then what its longest request needs, and prompts have its lengths.
+      chunk: prompt tokens to prefill between decoding steps of running sequences; by default the whole prompt.
+      separate: whether prefill runs on a second slice of the same kind, which sends the caches over DCN.
     Returns: a `Serving`: print it, `.frontier`, `.largest`, `.within(0.02)`, `.loads`, `.load_within(1.0, 0.05)`,
       `.plot()`.
     Raises: SliceError for an unknown slice; GraphError for other bad arguments; LayoutError where no layout is legal.
     Example:
       >>> import meshlib as mtf
-      >>> found = mtf.serving(mtf.models.preset("gpt2"), "v5e-1", batches=[8, 64], context=1024)
-      >>> fastest, cheapest = found.frontier[0], found.frontier[-1]
+      >>> served = mtf.serving(mtf.models.preset("gpt2"), "v5e-1", batches=[8, 64], context=1024)
+      >>> fastest, cheapest = served.frontier[0], served.frontier[-1]
       >>> fastest.batch, cheapest.batch, fastest.token_seconds < cheapest.token_seconds
       (8, 64, True)
 

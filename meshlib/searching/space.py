@@ -168,7 +168,7 @@ def candidates(
     """All candidates with at most `most` axes beyond the fixed ones; fewer axes first.
 
     Args:
-      sizes: of each dim, in how many parts it may be cut at most.
+      sizes: dim -> the largest number of parts into which it may be split.
     """
     for given, devices in fixed.factors(where.devices):
         left = fixed.left(sizes, given)

@@ -46,9 +46,9 @@ class ImageRun:
       slice: where it ran; norm_cores: devices that share statistics of a batch norm.
       optimizer: "lars" or "momentum".
       steps, evaluated: training steps and evaluated images in the measured time; measured_seconds: of both.
-      evaluation_seconds: of one evaluation, where the row gives it; 0 elsewhere.
-      host: host work per step, where the time includes it.
-      apart: why the row is no measure of the model, or ""; assumed: what the row left open.
+      evaluation_seconds: seconds of one evaluation; 0 if the row does not give it.
+      host: host work per step, if the measured time includes it.
+      apart: why the row does not measure the model, or ""; assumed: assumptions on what the row left open.
     """
 
     name: str

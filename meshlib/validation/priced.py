@@ -12,8 +12,8 @@ class Priced:
     """The estimate of a row that measures one program.
 
     Attributes:
-      estimate: of the program; count: how often it ran in the measured time.
-      measured_seconds: of all of that.
+      estimate: estimate of the program; count: number of its runs in the measured time.
+      measured_seconds: time of all runs.
       only_collectives: whether the row measures the program's collectives alone.
     """
 

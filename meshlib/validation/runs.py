@@ -42,14 +42,14 @@ class Run:
     Attributes:
       name, family, chip, precision ("bf16", "int8", "fp8", "float32"): what tables group by.
       model: dims as the row gives them; length, batch: tokens of a sequence, sequences of a step.
-      slice: where it ran; mesh: axis -> size, devices in all; across: of each axis, the part that joins slices.
-      policy: of recomputation; attention: "flash" or "materialised"; optimizer: name; state_dtype: of
+      slice: where it ran; mesh: axis -> size on all slices; across: axis -> the factor of it that joins slices.
+      policy: recomputation policy; attention: "flash" or "materialised"; optimizer: name; state_dtype: dtype of
         variables and slots.
       steps, evaluation: training steps, and sequences run forward, in the measured time.
-      measured_seconds: of both.
+      measured_seconds: measured time of both.
       experts: the mixtures of experts, or None.
       submission: facts about its software from outside the row.
-      apart: why the row is no measure of the model, or ""; assumed: what the row left open.
+      apart: why the row does not measure the model, or ""; assumed: assumptions on what the row left open.
     """
 
     name: str

@@ -20,14 +20,14 @@ class Submission:
     """Facts about a run that its row leaves out.
 
     Attributes:
-      buckets: (sequences, length) of the batches that a replica takes, by how long their sequences are; () if all are
-        of one length. replicas: how many take one each.
-      softmax_dtype: in which the weights of materialised attention are computed and kept.
+      buckets: (sequences, length) of the alternative batches of a replica, one for each range of lengths; () if all
+        sequences have one length. replicas: number of replicas, each with such a batch.
+      softmax_dtype: dtype in which the weights of materialised attention are computed and kept.
       wide_gradients: gradients are summed, and updated weights gathered, as float32.
-      evaluates: whether blocks of training include evaluations; evaluation_batch: sequences of one step of them, 0 as
-        many as of training.
-      remat: the policy of recomputation, where the row names none.
-      source: of it, in words.
+      evaluates: whether blocks of training include evaluations; evaluation_batch: sequences of an evaluation step, 0
+        for as many as in training.
+      remat: recomputation policy if the row names none.
+      source: source of these facts, in words.
     """
 
     buckets: tuple[tuple[int, int], ...] = ()

@@ -50,9 +50,9 @@ class Checked:
     """One published measurement with its prediction, or the reason why it cannot be expressed.
 
     Attributes:
-      name, family, chip: of the row.
+      name, family, chip: as the row gives them.
       why_not: why there is no prediction; apart: why there is one that does not count.
-      run: the training run of a Transformer; images: that of a residual network; None for other rows.
+      run, images: the training run of a Transformer, or of a residual network; None for other rows.
       priced: the program of a micro-benchmark or of inference; None for other rows.
       phase: "prefill" or "decode" of inference.
       left_out_seconds: with constants fitted to other chips; naive_seconds, naive_left_out_seconds: by the naive rule.
@@ -166,7 +166,7 @@ def validate(
     Args:
       path: JSON: {"rows": [...]} or a list; each row has `id`, `family`, `chip`, `model`, `measured`, `slice`.
       refit: fit the constants to the training runs among the rows first.
-      compiler: for which programs are lowered and scheduled, with what a row says of its own software.
+      compiler: the compiler for which programs are lowered and scheduled, with what a row says of its software.
       progress: called with (rows done, all rows) after each.
     Raises: GraphError for a file that cannot be read or has no rows.
     """

@@ -46,7 +46,7 @@ FRAGMENTATION = 0.01  # of everything except variables and slots
 LOOPED_FRAGMENTATION = 0.075  # of temporary buffers, if products are loops over blocks: 6 to 9 %
 LOOPED_FROM = 8  # products are loops if at least this many devices share a gathered weight
 RUN_ADDS_BYTES = 1 << 29  # smallest excess of whole runs over their step; the largest was 5 GiB
-FILE_BYTES = 5 * 10**9  # per file of exported weights: `shard_bytes` of `mtf.save_weights`
+FILE_BYTES = 5 * 10**9  # per file of exported weights: `shard_bytes` of `mtf.sharing.write_weights`
 
 
 @dataclass(frozen=True)

@@ -167,9 +167,9 @@ def scaling(
       program_builder: takes a `hardware.Slice` and returns the program lowered for a mesh of its `devices`.
       slices: names or Slices, at least one; the first is what the others are compared with.
       compiler, input: as of `mtf.estimate`.
-      workers: a `concurrent.futures.Executor` that estimates slices beside each other, such as a ProcessPoolExecutor
-        or Dask's `client.get_executor()`; it stays open, and `program_builder` must be picklable. One after the other
-        unless given.
+      workers: a `concurrent.futures.Executor` that estimates slices in parallel, such as a ProcessPoolExecutor or
+        Dask's `client.get_executor()`; it stays open, and `program_builder` must be picklable. By default slices are
+        estimated one after the other.
     Raises: SliceError for an unknown slice or a program that does not fit one; GraphError for other bad arguments.
     Example:
       >>> import meshlib as mtf
@@ -180,8 +180,8 @@ def scaling(
       ...         loss = mtf.reduce_mean(mtf.einsum([mtf.input("x", [batch, inner]), w]))
       ...         train = mtf.optimize.SgdOptimizer(0.1).minimize(loss)
       ...         return mtf.lower({"loss": loss}, train, mesh=f"data:{slice.devices}", layout="batch:data")
-      >>> found = mtf.scaling(build, ["v3-8", "v3-32"])
-      >>> [e.slice.devices for e in found.estimates], found.efficiency[0]
+      >>> result = mtf.scaling(build, ["v3-8", "v3-32"])
+      >>> [e.slice.devices for e in result.estimates], result.efficiency[0]
       ([8, 32], 1.0)
     """
     if not callable(program_builder):

@@ -13,8 +13,8 @@ overlap with the copies of the next window (`Chip.vector_loop_cycles` each).
 A product starts when half of an operand that stays in VMEM has arrived, and its launch is work of the core: the same
 cycles on every chip as on the one where it was measured.
 
-Scope: programs of one group, which compilers estimate. Training steps measured on devices, which pipeline their groups,
-show none of these costs (`physics`); their groups are priced by the values that cross their boundaries.
+Scope: programs of one group, which compilers estimate. Measured training steps, which pipeline their groups, show none
+of these costs (`meshlib.estimation.time.physics`); their groups are priced by the values that cross their boundaries.
 
 Sources: fusions and cycles that XLA for TPUs reports for softmax, norms, reductions, casts, element-wise operations and
 products alone, on v4, v5e and v6e; the names of these fusions (`convert_reduce_fusion`, `multiply_reduce_fusion`,

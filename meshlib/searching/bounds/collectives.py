@@ -28,9 +28,9 @@ def least_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind
     """Lower bound on one collective over some axes of a mesh, launch included.
 
     Args:
-      sizes: of all axes of the mesh; axes: the numbers of those that take part.
+      sizes: sizes of all mesh axes; axes: indices of those that take part.
       kind: "all_to_all" stands for any collective that moves a split from one dim to another.
-      size_bytes: of the value on a device, as if these axes did not split it.
+      size_bytes: bytes of the value on a device if these axes did not split it.
     """
     mesh, where, group = _ordered(sizes, axes)
     ways = [(name, size_bytes) for name in _alike(kind)]

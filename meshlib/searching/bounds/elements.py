@@ -46,7 +46,7 @@ class Traffic:
     """HBM traffic between kernels on one device.
 
     Attributes:
-      elements: of all element-wise kernels in a step, by the dims along which they may be split.
+      elements: traffic of all element-wise kernels in a step, by the dims along which they may be split.
       beside: for one run of each product or attention, its results for other kernels, and the operands of element-wise
         work in its kernel.
     """
