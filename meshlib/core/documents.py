@@ -72,7 +72,7 @@ def read_json(
       path, what, error: as in `meshlib.core.files.open_file`.
       sound: the description of a valid file in messages, such as "an index of safetensors files".
       schema: types of its fields; fields without an entry may have any type.
-      constants: whether NaN and Infinity are allowed; a_list: whether the document is a list instead of an object.
+      constants: whether NaN and Infinity are allowed; a_list: whether the document may be a list.
     Raises: `error` for a file that can't be read, exceeds 64 MiB, or breaks the schema.
     """
     with open_file(path, what, error, MOST_BYTES) as (file, target):
@@ -90,7 +90,7 @@ def parse_json(
     """The object in a JSON text; arguments as in `read_json`."""
 
     def no_constant(word: str) -> NoReturn:
-        fail(f"{word} is no number in JSON")
+        fail(f"{word} is not a number in JSON")
 
     def finite(digits: str) -> float:
         value = float(digits)

@@ -19,7 +19,13 @@ from meshlib.core.errors import GraphError
 
 Function = Callable[[Any, Any], Any]  # (payload, argument of the task) -> result
 
-ENGINES = ("concurrent", "distributed", "ray", "mpi4py", "multiprocessing")  # packages of executors
+ENGINES = (
+    "concurrent",
+    "distributed",
+    "ray",
+    "mpi4py",
+    "multiprocessing",
+)  # exceptions of these packages are faults of executors
 PAYLOADS = 4  # payloads cached per process
 MISSING = "meshlib: the payload is not here"
 

@@ -37,8 +37,8 @@ from meshlib.core.files import (
     sync_folder,
 )
 
-TAG = "~[0-9a-f]{8}"  # a regular expression / bytes per read
-READ_BYTES = 1 << 22  # at once
+TAG = "~[0-9a-f]{8}"  # a regular expression
+READ_BYTES = 1 << 22  # bytes per read
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class FileSet:
             raise
 
     def file(self, number: int) -> BinaryIO:
-        """The open file of member `n`."""
+        """The open file of a member."""
         return self.staged[number].file
 
     def faults(self) -> AbstractContextManager[str]:

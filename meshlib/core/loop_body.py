@@ -37,9 +37,8 @@ class LoopBody:
       stacks, stacked: for a loop with a separate variable per trip, the loop's dim, and stacked variable -> its slice
         in the body.
       held, chosen, choices: for a loop over pipeline stages, the leading dims of variables created in the body; each
-      trip
-        sees all of them, except for a dim in `chosen`, of which it sees the index given per stage; and variable -> its
-        part in a trip.
+        trip sees all of them, except for a dim in `chosen`, of which it sees the index given per stage; and variable ->
+        its part in a trip.
     """
 
     parent: Graph

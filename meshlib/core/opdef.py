@@ -240,7 +240,7 @@ class Work:
 
     @staticmethod
     def total(parts: Iterable[Work], times: int = 1) -> Work:
-        """This work, repeated `count` times."""
+        """The sum of `parts`, `times` times."""
         parts = tuple(parts)
         return Work(times * sum(w.mxu_flops for w in parts), times * sum(w.vpu_ops for w in parts))
 
@@ -284,7 +284,7 @@ class Block(NamedTuple):
     offsets: Mapping[str, int]
     engine: Engine
     buffer: Array | None = None
-    starts: tuple[Mapping[str, int], ...] = ()
+    starts: tuple[Mapping[str, int], ...] = ()  # of a Halo, per operand: where its range of each split dim begins
 
     @property
     def attrs(self) -> Mapping[str, Any]:
@@ -292,7 +292,7 @@ class Block(NamedTuple):
         return self.operation.attrs
 
     def start(self, operand: int, dim: str) -> int:
-        """The global index at which an operand's block of a dim begins: 0 for an unsplit dim."""
+        """The global index at which an operand's range of a dim begins: 0 if it is the whole dim."""
         return self.starts[operand].get(dim, 0) if self.starts else 0
 
     def result(self) -> Array:
@@ -325,8 +325,7 @@ class OpDef:
 
     linear      Operation -> Linear
     form        Operation -> its result as arithmetic on operands broadcast by name, up to rounding; None if it is
-    neither
-                a product nor a sum
+                neither a product nor a sum
     lower       execution along dims of role HALO or OVERLAP, or SUMMARY or SHARE
     storage     memory of the result
     overwrites  number of leading operands that the result may overwrite elementwise
@@ -337,8 +336,7 @@ class OpDef:
     unique      whether two instances with the same operands and attributes differ, as random numbers do
     reads_part  whether it reads only the elements of operand 0 that enter the result
     read_share  for a CONTRACTION, (operand, operand types, output type, attrs) -> the mean share of that operand that
-    is
-                read, all local: below 1 only if data decide which parts are skipped
+                is read, all local: below 1 only if data decide which parts are skipped
     writes_part whether the result is operand 0 with a part replaced by operand 1: in place it writes operand 1 alone
     indices     the operand with indices into the dim of attribute `dim`
     product     for a CONTRACTION, (operand types, output type, attrs) -> Product, all local

@@ -58,7 +58,7 @@ def public_calls(package: str, modules: Sequence[str]) -> Callable[[Any], Any]:
 def record(op: Operation) -> None:
     """Register `op` with the active public call, if library code and not the user's created it."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not (shown_file(frame.f_code.co_filename) and is_users(frame)):  # fast
+    while frame is not None and not (shown_file(frame.f_code.co_filename) and is_users(frame)):  # the first is cached
         if frame.f_code is _FACE:
             frame.f_locals["created"].append(op)
             return

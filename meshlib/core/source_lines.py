@@ -77,9 +77,9 @@ def is_users(frame: FrameType) -> bool:
 
 
 def _user_frame() -> FrameType | None:
-    """The innermost frame of the user's code; None when the command `meshlib` called."""
+    """The innermost frame of the user's code; None for calls from the command `meshlib`."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not (shown_file(frame.f_code.co_filename) and is_users(frame)):  # fast
+    while frame is not None and not (shown_file(frame.f_code.co_filename) and is_users(frame)):  # the first is cached
         if frame.f_code.co_filename == _COMMAND:
             return None
         frame = frame.f_back

@@ -149,7 +149,7 @@ def _legible(widths: Sequence[int], flexible: Sequence[int], limit: int) -> bool
 
 
 def _grid_without(column: int, cells: Sequence[Sequence[str]], right: Sequence[int], spare: Sequence[int]) -> list[str]:
-    """The grid without some columns, renumbered."""
+    """The grid without one column; the others are renumbered."""
     rest = [n for n in range(len(cells[0])) if n != column]
     new_numbers = {n: number for number, n in enumerate(rest)}
     return grid(

@@ -156,7 +156,7 @@ class Batches(Iterator[Batch]):
         except StopIteration:
             raise FeedError("Batches: closed while a batch was waited for") from None
         except BaseException:
-            self._end_thread()  # if interrupted here, this batch is prepared again
+            self._end_thread()  # the next call prepares this batch again
             raise
 
     def _end_thread(self) -> None:

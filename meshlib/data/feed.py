@@ -93,7 +93,7 @@ class Feed(Iterator[Batch]):
         try:
             ready = next(self._maker) if self._ahead is None else self._ahead.take()  # type: ignore[arg-type]
         except BaseException:
-            self._stop()  # if interrupted here, this batch is prepared again
+            self._stop()  # the next call prepares this batch again
             raise
         self._stats.waited_seconds += time.perf_counter() - begun
         self._stats.examples += ready.examples
@@ -106,8 +106,7 @@ class Feed(Iterator[Batch]):
         """Prepare only these rows of each batch, as one of several processes needs; the others are zeros.
 
         Returns: whether this is possible: not if examples are dropped, packed or bucketed, since the rows of a process
-        are
-          unknown in advance, or if functions are mapped over batches, since these may use all rows.
+          are unknown in advance, or if functions are mapped over batches, since these may use all rows.
         """
         data, asked = self.data, self.data.batching
         left_out = any(m.filters for m in data.maps) or not data.source.complete

@@ -35,8 +35,7 @@ class Field:
       dtype: dtype of the array, from a float or integer list, or from raw little-endian bytes; or "image", an encoded
         image decoded to uint8; or "text" or "bytes".
       shape: shape of the array; () for a single number, text or bytes. None keeps a list of any length. Several texts
-      or
-        bytes are an array of objects. For an image, (side, side, channels): the central square is resized to it; by
+        or bytes are an array of objects. For an image, (side, side, channels): the central square is resized to it; by
         default the original size with three channels.
       name: name of the feature, if different from the field's.
     Example:

@@ -31,7 +31,7 @@ class Ahead(Generic[T]):
             item: tuple[T] | BaseException
             try:
                 item = (next(self.items),)
-            except BaseException as fault:  # any exception, to be handled by the consumer
+            except BaseException as fault:  # raised in the consumer, StopIteration too
                 item = fault
             with self.changed:
                 self.changed.wait_for(lambda: self.stopped or len(self.ready) < self.room)

@@ -24,7 +24,7 @@ from meshlib.records.images import IMAGE_ENDINGS, read_image
 
 Numbers = NDArray[np.int64]
 OPEN_FILES = 128  # open files per source; files beyond these are opened for each record
-FINGERPRINT_ROWS = 256  # bytes hashed per array, evenly spaced, since files may be larger than memory
+FINGERPRINT_ROWS = 256  # rows hashed per array, evenly spaced, since files may be larger than memory
 READ_AHEAD = 4096  # records of a compressed file kept in memory, unless a buffer needs more
 
 
@@ -327,7 +327,7 @@ class Records(Source):
         if self.on_fault == "error":
             raise fault.error()
         with self.lock:
-            if fault not in self.faults:  # each epoch
+            if fault not in self.faults:  # each epoch reports it again
                 self.faults.append(fault)
 
 

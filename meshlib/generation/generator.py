@@ -93,8 +93,7 @@ class Generator:
     Args:
       config: a decoder or an encoder-decoder.
       state: its parameters: arrays by name, a simulation that has trained them, or the path of a checkpoint, with any
-      mesh
-        and layout. Float kernels are quantised if `config.numerics` has a `kernel_dtype`.
+        mesh and layout. Float kernels are quantised if `config.numerics` has a `kernel_dtype`.
       batch, length: largest number of prompts, and of tokens in each; for an encoder-decoder of the encoder's input.
       max_tokens: largest number of tokens of a completion.
       mesh, layout, slice: of the programs.

@@ -40,8 +40,7 @@ class Completion:
       request: its number, from 0 in order of submission.
       tokens, text: without the stop sequence; no text without a tokenizer. ended: whether a stop sequence ended it.
       steps: server steps since its prompt began to be read; shared: prompt tokens found in shared pages instead of
-      being
-        read; accepted: accepted drafts.
+        being read; accepted: accepted drafts.
     Example:
       >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("llama2-7b").reduced()

@@ -219,14 +219,14 @@ class _Operands:
 
 
 @dataclass(frozen=True)
-class _Mixing:
-    """Which keys queries attend to: dims, causal mask, window, and numbers of the segments of queries and of keys."""
+class _VisibleKeys:
+    """The keys that queries attend to: dims, causal mask, window, and segment numbers of queries and of keys."""
 
     length: str
     channels: Dimension
     causal: bool
     window: int | None
-    numbers: tuple[Tensor, Tensor] | None
+    segments: tuple[Tensor, Tensor] | None
 
     def context(
         self,
@@ -237,15 +237,15 @@ class _Mixing:
         dropout_broadcast_dims: Sequence[Dimension] | None,
         numerics: Numerics,
     ) -> Tensor:
-        """The mean of values that each query gets, by the kernel that `scores` names."""
+        """The weighted mean of values for each query, by the kernel in `scores`."""
         dims, seen = (self.length, there.length, self.channels), there.mask
         if scores.kernel == "flash":
             return attention(
                 q, there.keys, there.values, *dims, None, self.causal, self.window, scores.scale, seen, "context",
-                self.numbers, scores.bias,
+                self.segments, scores.bias,
             )  # fmt: skip
-        if self.numbers is not None:
-            same = equal(*self.numbers)
+        if self.segments is not None:
+            same = equal(*self.segments)
             seen = same if seen is None else logical_and(seen, same)
         return dot_product_attention(
             q, there.keys, there.values, *dims, None, seen, scores.bias, dropout, dropout_broadcast_dims, None,
@@ -275,9 +275,8 @@ def multihead_attention(
     Args:
       query_antecedent: [..., length, d_model], float.
       memory_antecedent: [..., memory_length, channels]; None: self-attention. If its length has the name of the
-      queries'
-        length, it is renamed to `memory_length` (prefix `memory_`) for keys and values; without a layout rule for that
-        name they are gathered. `Held`: existing keys and values, for which no variables are created.
+        queries' length, it is renamed to `memory_length` (prefix `memory_`) for keys and values; without a layout rule
+        for that name they are gathered. `Held`: existing keys and values, for which no variables are created.
       mask: bool, with dims batch, length, memory_length (and heads): False hides a key. For padded sequences:
         `mtf.rename_dimension(mtf.not_equal(ids, 0), "length", "memory_length")`.
       kv_channels: the dim of one head of queries, keys and values.
@@ -294,8 +293,7 @@ def multihead_attention(
         subject to its mask alone.
       name: scope of the variables `q/kernel`, `k/kernel`, `v/kernel`, `out/kernel`.
     Returns: the type of query_antecedent, in the dtype of `numerics` if it has one. Values in the scope are named q, k,
-    v
-      (the kernel's operands), context (its result) and out.
+      v (the kernel's operands), context (its result) and out.
     Raises: ShapeError for dims that clash or do not fit.
     Example:
       >>> import meshlib as mtf
@@ -335,8 +333,8 @@ def multihead_attention(
         if scores.segments is not None:
             of_keys = scores.segments[1]
             numbers = scores.segments[0], of_keys if own == renamed else rename_dimension(of_keys, own, renamed)
-        mixing = _Mixing(length, channels, causal, window, numbers)
-        context = mixing.context(q, there, scores, dropout, dropout_broadcast_dims, numerics)
+        visible = _VisibleKeys(length, channels, causal, window, numbers)
+        context = visible.context(q, there, scores, dropout, dropout_broadcast_dims, numerics)
         start = initializers.scaled_normal(of_queries)
         biased = use_bias if use_out_bias is None else flag(use_out_bias, what, "use_out_bias")
         return projection(context, x.shape[-1], of_queries, biased, start, numerics, "out", "out")

@@ -44,8 +44,7 @@ def conv(
     Args:
       x: [..., spatial dims, channels], float.
       output_dim: the output channels. If it has the name of the input channels, it is `channels_out` (for example) in
-      the
-        kernel and the sum, a name that layout rules may use, and has its own name in the result.
+        the kernel and the sum, a name that layout rules may use, and has its own name in the result.
       filter_size, stride, dilation: one number, or one per spatial dim.
       padding: "SAME", "VALID" or numbers, as in `mtf.conv2d`.
       groups: number of channel groups, each convolved separately.

@@ -139,8 +139,7 @@ def latent_attention(
       name: scope of the variables `q_latent`, `q_nope`, `q_rope`, `latent`, `k_rope`, `k_nope`, `v`, `out`, each with
         a `kernel`, and of the norms.
     Returns: the type of x, in the dtype of `numerics` if it has one. Values in the scope are named q, k, v (the
-    kernel's
-      operands), context (its result) and out.
+      kernel's operands), context (its result) and out.
     Raises: ShapeError for dims that clash.
     Example:
       >>> import meshlib as mtf

@@ -107,7 +107,7 @@ def focal_loss(logits: Tensor, targets: Tensor, alpha: float = 0.25, gamma: floa
 
     Args:
       logits: float.
-      targets: the wanted probabilities, same dims and dtype.
+      targets: the target probabilities, same dims and dtype.
       alpha: weight of positive elements, in [0, 1].
       gamma: how fast easy elements fade; not negative.
     Returns: the loss of each element: the dims of logits; float32 if the logits are bfloat16. RetinaNet divides the sum

@@ -40,8 +40,7 @@ class RotaryScaling:
       low, high: numbers of rotations, low < high.
       original_length: tokens.
       ramp: variable of the linear interpolation: "turns", rotations, or "pairs", pair indices between those of `high`
-      and
-        `low` rotations, rounded outwards.
+        and `low` rotations, rounded outwards.
       amplitude: factor of queries and keys.
     Raises: GraphError for invalid numbers, and for "pairs" without an original length.
     Example:

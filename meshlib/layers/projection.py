@@ -212,7 +212,7 @@ def _check_distinct(
     """Raise ShapeError if an expert dim is contracted, or x already has a new dim."""
     twice = [str(d) for d in apart if d in reduced]
     if twice:
-        raise ShapeError(f"{what}: {', '.join(twice)} can't be of reduced_dims and of expert_dims")
+        raise ShapeError(f"{what}: {', '.join(twice)} can't be in both reduced_dims and expert_dims")
     clashing = [str(d) for d in new if d.name in x.shape]
     if clashing:
         raise ShapeError(f"{what}: new_dims {', '.join(clashing)} are in {x} already; rename one side")
@@ -246,8 +246,7 @@ def feed_forward(
       name: scope of `wi`, `wi_gate` and `wo`, which name the variables and the products.
       expert_dims: dims of x along which each index has its own variables, as in `dense`.
       gates: [expert_dims..., some dims of x]: x lacks `expert_dims`, and the result is the sum over them of each
-      expert's
-        result times its gate.
+        expert's result times its gate.
       grouping: rows of x are sorted by the index of the single dim of `expert_dims`, which x lacks.
     Returns: the type of x, in the dtype of `numerics` if it has one.
     Raises: ShapeError if `hidden_channels` is a remaining dim of x, and for gates with other dims.

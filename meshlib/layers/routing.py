@@ -94,7 +94,7 @@ class Routing:
 
     @property
     def choices(self) -> int:
-        """Experts per token, after dropping second choices."""
+        """Experts that each token chooses."""
         return {"switch": 1, "ntlb": 1, "top_2": 2}.get(self.gating, self.top_k)
 
     def places(self, experts: int, tokens: int, training: bool = True) -> int:

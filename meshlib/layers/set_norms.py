@@ -289,8 +289,7 @@ def group_norm(
     Args:
       x: float, with `channels`.
       channels: the dim divided into `groups` of consecutive channels; 1 group is layer norm over the image, one group
-      per
-        channel instance norm.
+        per channel instance norm.
       epsilon: added to the variance.
       batch_dims: dims of the examples; by default the first of x.
       numerics: dtypes of the variables and of the result.

@@ -180,7 +180,7 @@ class TransformerConfig(Shown, Config):
         return tuple(self.kind_of(n) for n in range(self.layers))
 
     def kind_of(self, number: int) -> LayerKind:
-        """The kind of layer n of either stack."""
+        """The kind of layer `number` of either stack."""
         experts = self.experts is not None and self.experts.in_layer(number)
         return LayerKind(self.windows[number % len(self.windows)], experts)
 

@@ -57,7 +57,7 @@ class Experts:
             self.routing.check_grouped(what)
 
     def in_layer(self, number: int) -> bool:
-        """True if layer n, counted from 0, has experts."""
+        """True if layer `number`, counted from 0, has experts."""
         return number >= self.first_dense and (number - self.first_dense + 1) % self.every == 0
 
     @property

@@ -57,8 +57,7 @@ def prefill(
         than devices, which would otherwise replicate the caches.
       scan: as in `transformer`.
     Returns: ({"logits": [batch, vocab]}, updates) for `mtf.lower`. The updates write the caches and the positions. For
-    a
-      model with experts also "dropped", the number of dropped choices in all layers: prompts have the capacity of
+      a model with experts also "dropped", the number of dropped choices in all layers: prompts have the capacity of
       `Routing.capacity_factor_eval`.
     Raises: GraphError for a config that does not decode, sizes that do not fit, and an invalid cache_dtype.
     Example:

@@ -128,7 +128,7 @@ class Pipeline:
         """Reasons why the layers can't be divided into stages of different sizes."""
         count, period = config.layers - config.dense_front, config.period
         if count % period:
-            return [f"{count} layers are no whole patterns of {period}: {count} % {period} = {count % period}"]
+            return [f"{count} layers do not divide into patterns of {period}: {count} % {period} = {count % period}"]
         if count // period < self.stages:
             return [f"{count // period} layers, or patterns of them, are fewer than {self.stages} stages; take fewer"]
         return []

@@ -17,8 +17,8 @@ def usual_layouts(config: TransformerConfig, devices: int, batch: int) -> list[t
     Args:
       config: the model. devices: number of devices. batch: sequences per step; if there are fewer than devices, several
         devices share a sequence.
-    Returns: fully sharded data parallelism alone and with a second axis for the sequence, the heads, or both, or for
-      experts (with a third axis for the sequence if several devices share one); without duplicates.
+    Returns: fully sharded data parallelism, alone or with an axis for sequences that devices share, and with an axis
+      for the heads, or for heads and sequence, or for experts (and sequences that devices share); without duplicates.
     Raises: GraphError for sizes below 1.
     Example:
       >>> import meshlib as mtf

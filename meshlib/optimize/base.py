@@ -133,8 +133,7 @@ class Optimizer(abc.ABC):
       slot_dtype: dtype of stored slots, such as "bfloat16", to which they are rounded after each step; by default the
         compute dtype. In bfloat16 a mean that changes by less than 2^-9 of itself in a step does not change at all.
       master_dtype: dtype of `master`, by default "float32"; variables that are no narrower have none, so "bfloat16"
-      saves
-        the masters of bfloat16 variables, whose small updates are lost then.
+        saves the masters of bfloat16 variables, whose small updates are lost then.
       slots_on_host: store slots, including `master`, in host memory, where they take no HBM. Each update copies them to
         the device and back over PCIe, one variable after the other.
 
@@ -305,7 +304,7 @@ class Optimizer(abc.ABC):
             if grad.graph is not op.graph:
                 raise GraphError(f"{at('apply_grads')}: gradient {grad} belongs to another graph than {op.output}")
             if not op.output.dtype.is_float:
-                raise GraphError(f"{at('apply_grads')}: {op.output} is no float variable and can't be trained")
+                raise GraphError(f"{at('apply_grads')}: {op.output} is not a float variable and can't be trained")
             owners.append(op)
             grads += _map_like_slots(lambda g, d: cast(g, d), [grad], [op], compute_dtype(op.output.dtype))
         if not owners:

@@ -53,8 +53,7 @@ def serialize_training_step(
     Bytes: gradients are reduced over a split batch once per step, after the last microbatch, even for scanned layers.
       For fully sharded weights in `mtf.scan`, each microbatch scatters each layer's gradient.
     Raises: GraphError if num_splits does not divide, model_fn returns no loss, or the loss does not depend on a
-    trainable
-      variable.
+      trainable variable.
     Source: the function of this name in Mesh TensorFlow.
     Example:
       >>> import meshlib as mtf

@@ -304,7 +304,7 @@ def _float(t: Tensor) -> Tensor:
 def _as_schedule(value: object, what: str, argument: str) -> Schedule:
     if callable(value):
         return value
-    rate = bounded(value, what, f"{argument}, where it is no schedule,")
+    rate = bounded(value, what, f"{argument}, where it is not a schedule,")
     return lambda t: rate
 
 

@@ -117,7 +117,8 @@ def _summaries(op: Operation, factor: Factor, over: Axes, operands: Sequence[Sha
     payload = sum(t.dtype.size_bytes(t.shape.size) for t in lower.types(types, op.attrs))
     along = next(d for d in factor.operands if d is not None)
     kind = ALL_TO_ALL if factor.shares is not None else ALL_REDUCE if lower.combine is not None else ALL_GATHER
-    sent = (kind.sent_bytes(payload, count),) * count  # `combine` on a ring, or as all_to_all, combining, all_gather
+    # With `combine`, all_to_all, combining and all_gather send as many bytes as a ring.
+    sent = (kind.sent_bytes(payload, count),) * count
     return (Exchange(kind.name, over, along, -1, payload, sent, factor.shares),)
 
 

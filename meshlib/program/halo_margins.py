@@ -101,7 +101,7 @@ def _is_aligned(op: Operation, factors: Sequence[Factor], split: Split) -> bool:
 
 
 def needed_margins(op: Operation, factors: Sequence[Factor], operand: int, margins: Margins, split: Split) -> Margins:
-    """The margins that operand needs for a result with `margins`, along the factors in `split`."""
+    """The margins that an operand needs for a result with `margins`, along the factors in `split`."""
     margins_of_dims: dict[str, Margin] = {}
     for f in factors:
         dim, out = f.operands[operand], f.outputs[0]

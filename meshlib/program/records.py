@@ -111,7 +111,7 @@ class Program(Shown):
     updates: Mapping[str, Value]
     counts_steps: bool = False
     notes: tuple[str, ...] = ()
-    is_body: bool = False  # in a loop body: carries may be pending sums
+    is_body: bool = False  # whether it is a loop body, whose carries may be pending sums
     excess_bytes: float = 0.0  # gap between the chosen strategies and their lower bound, without loop bodies
     compiler: Compiler = XLA_TPU
 

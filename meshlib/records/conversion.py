@@ -76,8 +76,7 @@ def make(
       progress: called with (done, total) records (for a text and a table, bytes).
     Returns: the number of records, and the paths of the files.
     Raises: DataError for an unknown or empty source, options for another kind of source, and files that can't be read
-    or
-      written.
+      or written.
     """
     for name, value in (("source", source), *([("labels", labels)] if labels is not None else [])):
         if not isinstance(value, str | os.PathLike):

@@ -23,7 +23,7 @@ Bytes = bytes | bytearray | memoryview
 
 POLYNOMIAL = 0x82F63B78
 ROW = 1024  # bytes; its table takes 1 MiB
-BLOCK_ROWS = 32  # bytes per pass, so that looked up values stay in a processor's cache
+BLOCK_ROWS = 32  # rows per pass, so that looked up values stay in a processor's cache
 MASK_DELTA = 0xA282EAD8
 ONES = 0xFFFFFFFF
 

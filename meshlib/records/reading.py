@@ -32,7 +32,7 @@ def read(paths: Paths, on_fault: str = "error", faults: list[Fault] | None = Non
     checked_on_fault(on_fault)
     names, known = at_one_moment(lambda: (files := files_of(paths), file_ids(files)), "records", DataError)
 
-    def told() -> Iterator[bytes]:
+    def contents() -> Iterator[bytes]:
         for name in names:
             for record in scan(name, compression_of(name), known.get(name)):
                 if record.data is not None:
@@ -44,4 +44,4 @@ def read(paths: Paths, on_fault: str = "error", faults: list[Fault] | None = Non
                 if faults is not None:
                     faults.append(record.fault)
 
-    return told()
+    return contents()

@@ -133,7 +133,7 @@ def _entry(name: str, item: object, data_bytes: int, fail: Callable[[str], NoRet
     if not isinstance(code, str) or code not in BITS:
         fail(f"tensor '{name}' has the unknown dtype {code!r:.40}{nearest(code, BITS)}; known: {', '.join(BITS)}")
     if not _counts(shape):
-        fail(f"tensor '{name}' has the shape {shape!r:.80}, which is no list of integers >= 0")
+        fail(f"tensor '{name}' has the shape {shape!r:.80}, which is not a list of integers >= 0")
     if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         fail(f"tensor '{name}' has data_offsets {offsets!r:.80}, which are no [begin, end] with 0 <= begin <= end")
     begin, end = offsets

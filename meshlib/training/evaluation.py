@@ -31,9 +31,8 @@ class Evaluation:
         with remainder="pad", whose mask excludes the padding of the last batch.
       every: number of steps between evaluations.
       measure: (outputs, batch) -> sums, name -> number, with the number of examples as "count". By default the
-      program's
-        scalar outputs: sums if "count" is among them, as for `mtf.models.image_evaluation`, otherwise means over the
-        batch.
+        program's scalar outputs: sums if "count" is among them, as for `mtf.models.image_evaluation`, otherwise means
+        over the batch.
     Raises: GraphError, FeedError for invalid arguments.
     Example:
       >>> import numpy as np
@@ -59,7 +58,7 @@ class Evaluation:
         if not isinstance(self.data, Iterable) or iter(self.data) is self.data:
             raise FeedError(f"{what}: data must begin anew in each evaluation, as mtf.data does; got {self.data!r:.80}")
         if isinstance(self.data, Data) and (self.data.epochs is None or self.data.batching is None):
-            fault = "repeat for ever" if self.data.epochs is None else "are no batches"
+            fault = "repeat for ever" if self.data.epochs is None else "are not in batches"
             raise FeedError(f"{what}: the data {fault}: {self.data}")
         if self.measure is not None and not callable(self.measure):
             raise GraphError(f"{what}: measure must be a function, got {self.measure!r:.80}")

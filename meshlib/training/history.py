@@ -114,7 +114,7 @@ def read_history(path: str | os.PathLike[str]) -> list[Row]:
 
         def fail(fault: str, number: int = number) -> NoReturn:
             raise CheckpointError(
-                f"history: line {number} of {target} is no row with a step: {fault}; delete the "
+                f"history: line {number} of {target} is not a row with a step: {fault}; delete the "
                 "file: runs add rows to it, and take nothing from it"
             ) from None
 

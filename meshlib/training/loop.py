@@ -131,9 +131,8 @@ def train(
     Args:
       run: a simulation or a run on JAX; a program is simulated.
       data: `mtf.data` batches, `mtf.Batches`, or another iterable of dicts, which must be the same each time to resume
-      a
-        run. The program is fed its inputs from each batch; with `mtf.data` each of several processes prepares only the
-        rows of its devices, if these are known in advance (see `Feed.only`).
+        a run. The program is fed its inputs from each batch; with `mtf.data` each of several processes prepares only
+        the rows of its devices, if these are known in advance (see `Feed.only`).
       steps: total number of steps, including earlier runs in `folder`.
       evaluation: see `mtf.Evaluation`.
       folder: for checkpoints (`step_000000100.safetensors`, `best.safetensors`), `history.jsonl` and `history.csv`. If
@@ -155,8 +154,7 @@ def train(
       progress: a progress bar, if standard error is a terminal, with measured examples/s and the prediction for the
         slice.
     Raises: GraphError and FeedError for invalid arguments, CheckpointError for a folder of another run, and exceptions
-    of
-      steps and data. Ctrl-C and SIGTERM end the run after a step and a checkpoint, and then have their usual effect.
+      of steps and data. Ctrl-C and SIGTERM end the run after a step and a checkpoint, and then have their usual effect.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():

@@ -90,8 +90,7 @@ def verify(
         `client.get_executor()`; it stays open. By default they run sequentially.
     Returns: a Verification: `.ok`, `.rows`, `.table()`, `.raise_for_failures()`. The graph is unchanged.
     Raises: LayoutError for an invalid layout; FeedError for invalid feeds; GraphError for other arguments. A layout
-    whose
-      run fails otherwise is a failing row.
+      whose run fails otherwise is a failing row.
     Example:
       >>> import meshlib as mtf
       >>> batch, d = mtf.Dimension("batch", 4), mtf.Dimension("d", 6)
@@ -167,5 +166,5 @@ def _given_pairs(layouts: Any, mesh: Any) -> list[tuple[Mesh, LayoutRules]]:
         raise GraphError(f"verify: {wanted}; got layouts={layouts!r:.80} and no mesh")
     for x in layouts:
         if not isinstance(x, list | tuple) or len(x) != 2:
-            raise GraphError(f"verify: {wanted}; {x!r:.80} is no pair")
+            raise GraphError(f"verify: {wanted}; {x!r:.80} is not a pair")
     return [(Mesh(m), LayoutRules(x)) for m, x in layouts]

@@ -17,7 +17,7 @@ from meshlib.core.opdef import Home
 from meshlib.core.replay import all_operations
 from meshlib.lowering.assigned import scope_of
 
-Lies = tuple[tuple[tuple[str, ...], ...], ...]  # axes per tensor and dim
+AxesOfTensors = tuple[tuple[tuple[str, ...], ...], ...]  # axes per tensor and dim
 
 MOST_LAYOUTS = 20_000  # limit of an exhaustive enumeration
 
@@ -107,8 +107,8 @@ def _symmetries(axes: Sequence[str], mesh: Mesh) -> list[dict[str, str]]:
     return [dict(zip(before, (b for order in orders for b in order), strict=True)) for orders in permuted]
 
 
-def _exchanged(lies: Lies, swap: dict[str, str]) -> Lies:
-    return tuple(tuple(tuple(swap[a] for a in entry) for entry in entries) for entries in lies)
+def _exchanged(axes: AxesOfTensors, swap: dict[str, str]) -> AxesOfTensors:
+    return tuple(tuple(tuple(swap[a] for a in of_dim) for of_dim in of_tensor) for of_tensor in axes)
 
 
 def _sharded_shapes(operations: Sequence[Operation]) -> list[tuple[Any, str]]:

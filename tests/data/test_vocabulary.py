@@ -294,8 +294,8 @@ def test_the_original_agrees(tmp_path: Path) -> None:
         ({"model": {"vocab": {"a": 0}, "merges": []}}, "do not have the numbers"),
         ({"model": {"vocab": {"\u2581the": 0}, "merges": []}, "added_tokens": []}, "SentencePiece's"),
         ({"model": {"vocab": {"a": 0}, "merges": []}, "added_tokens": []}, "255 of the 256 bytes have no token"),
-        ({"model": {**foreign()["model"], "merges": ["a b c"]}}, "merge 'a b c' is no pair"),
-        ({"model": {**foreign()["model"], "merges": ["z z"]}}, "no tokens"),
+        ({"model": {**foreign()["model"], "merges": ["a b c"]}}, "merge 'a b c' is not a pair"),
+        ({"model": {**foreign()["model"], "merges": ["z z"]}}, "are not tokens"),
     ],
 )
 def test_what_is_not_supported_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_truncated_noise() -> None:
 MESSAGES: list[tuple[Callable[[], object], str]] = [
     (lambda: tiny(side=20), "side=20, which is none of 16, 32"),
     (lambda: tiny(z=7), "7 % 3 = 1"),
-    (lambda: tiny(attention=4), "attention=4, which is no side of features: 8, 16, or 0"),
+    (lambda: tiny(attention=4), "attention=4, which is not a side of features: 8, 16, or 0"),
     (lambda: tiny(classes=0), "classes=0"),
     (lambda: tiny().noise(3, 0.0), "truncation must be positive"),
     (lambda: mtf.models.gan_step(tiny(), 0, Adam(0.1), Adam(0.1)), "at least 1, got 0"),

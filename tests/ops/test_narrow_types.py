@@ -347,7 +347,7 @@ def _x(dtype: str) -> mtf.Tensor:
             lambda: mtf.optimize.SgdOptimizer(0.1).apply_grads(
                 [mtf.zeros([K])], [mtf.variable("w", [K], dtype="int8")]
             ),
-            "is no float variable and can't be trained",
+            "is not a float variable and can't be trained",
         ),
     ],
 )

@@ -866,7 +866,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         r"gradient ones: f32\[cols:8\] does not have the dims of",
     ),
     "no tensor": (lambda: applied(lambda: 1.0), r"apply_grads .*expected a tensor, got float 1.0"),
-    "whole numbers": (lambda: applied(lambda: mtf.ones([ROWS]), "int32"), r"is no float variable"),
+    "whole numbers": (lambda: applied(lambda: mtf.ones([ROWS]), "int32"), r"is not a float variable"),
     "clip nothing": (lambda: opt.clip_by_global_norm([None], 1.0), r"needs at least one gradient, got 1 times None"),
     "clip int": (lambda: opt.clip_by_global_norm([mtf.constant(1, [], "int32")], 1.0), r"is not a float tensor"),
     "clip dims": (lambda: opt.clip_by_global_norm([mtf.ones([ROWS])], mtf.ones([ROWS])), r"or a float without dims"),

@@ -543,7 +543,7 @@ def test_wrong_arguments_are_named() -> None:
         for arguments, message in (
             ({}, "got layouts=24 and no mesh"),
             ({"layouts": 3}, "give layouts=\\[\\(mesh, layout\\)"),
-            ({"layouts": ["batch:r"]}, "'batch:r' is no pair"),
+            ({"layouts": ["batch:r"]}, "'batch:r' is not a pair"),
             ({"layouts": [], "mesh": "r:2"}, "the list of layouts is empty"),
             ({"layouts": 0, "mesh": "r:2"}, "'all', a number of at least 1, or a list, got 0"),
             ({"mesh": "r:2", "precision": "low"}, "precision must be"),

@@ -236,7 +236,7 @@ GLYPHS: list[tuple[int, *tuple[Points, ...]]] = [
     (9, _pen(_arc(0.5, 0.33, 0.24, 0.22, 0, -360), _line((0.66, 0.9)))),
     (9, _pen(_arc(0.5, 0.32, 0.24, 0.21, -20, -360), _arc(0.4, 0.5, 0.34, 0.4, 0, 110))),
 ]
-PATH_POINTS = 64  # spacing along a glyph: less than the pen width, so that dots merge into a line
+PATH_POINTS = 64  # per glyph: closer than the pen is wide, so that dots merge into a line
 
 
 def _resample(strokes: Sequence[Points]) -> tuple[Points, float]:

@@ -83,8 +83,8 @@ class NgramCounts:
         self.tokens = Counter(token for line in lines for token in line)
         self.pairs = Counter(pair for line in lines for pair in pairwise([START, *line]))
         self.before = Counter(a for a, _ in self.pairs.elements())
-        self.after = Counter(a for a, _ in self.pairs)  # number of different tokens after each / before each
-        self.kinds = Counter(b for _, b in self.pairs)  # different tokens before each
+        self.after = Counter(a for a, _ in self.pairs)  # number of different tokens after each
+        self.kinds = Counter(b for _, b in self.pairs)  # number of different tokens before each
         self.total = sum(self.tokens.values())
 
     def unigram(self, token: int) -> float:

@@ -298,7 +298,7 @@ def _check(pieces: object, merges: object, specials: object, patterns: tuple[obj
             raise GraphError(f"{at(WHAT)}: the special token {name!r:.40} is written as one of the pieces is")
     lost = [b for b in range(256) if bytes([b]) not in ordinary]
     if lost:
-        raise GraphError(f"{at(WHAT)}: {len(lost)} of the 256 bytes are no pieces, the first is 0x{lost[0]:02x}")
+        raise GraphError(f"{at(WHAT)}: {len(lost)} of the 256 bytes are not pieces, the first is 0x{lost[0]:02x}")
     _check_merges(merges, all_pieces, ordinary)
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
         raise GraphError(f"{at(WHAT)}: patterns must be text, got {patterns!r:.80}")

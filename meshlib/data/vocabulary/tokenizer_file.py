@@ -198,11 +198,11 @@ def _merges(entries: object, numbers: Mapping[bytes, int], fail: Fail) -> list[P
     for one in entries:
         parts = one.split(" ") if isinstance(one, str) else one
         if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(p, str) for p in parts):
-            fail(f"the merge {one!r:.80} is no pair")
+            fail(f"the merge {one!r:.80} is not a pair")
         try:
             a, b = (bytes(BYTES[letter] for letter in part) for part in parts)
             merges.append((numbers[a], numbers[b]))
             numbers[a + b]
         except KeyError:
-            fail(f"the merge {one!r:.80} has parts, or a result, that are no tokens")
+            fail(f"the merge {one!r:.80} has parts, or a result, that are not tokens")
     return merges

@@ -98,7 +98,7 @@ class BigGANConfig(Config):
         sides = [SMALLEST * 2**n for n in range(1, parts)]
         if whole(self.attention, what, "attention") not in (0, *sides):
             faults.append(
-                f"attention={self.attention}, which is no side of features: {', '.join(map(str, sides))}, or 0"
+                f"attention={self.attention}, which is not a side of features: {', '.join(map(str, sides))}, or 0"
             )
         if faults:
             raise GraphError(f"{at(what)}: {'; '.join(faults)}")
@@ -269,7 +269,7 @@ def discriminator(
 
 
 def _downsampling_block(tower: Tower, x: Tensor, channels: int, halves: bool, begins: bool) -> Tensor:
-    """A residual block that halves height and width; the first one takes the image without ReLU."""
+    """A residual block, which halves height and width if `halves`; the first takes the image without ReLU."""
     y = tower.conv(x if begins else relu(x), channels, use_bias=True, name="conv1")
     y = tower.conv(relu(y), channels, use_bias=True, name="conv2")
     if halves or x.shape[-1].size != channels:

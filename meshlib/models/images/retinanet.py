@@ -45,15 +45,13 @@ class RetinaNetConfig(Config):
 
     Args:
       backbone: its last stages are the lowest levels; its height, width and channels are those of the images; its
-      classes,
-        smoothing and head are not used.
+        classes, smoothing and head are not used.
       classes: classes of objects.
       levels: consecutive levels of the pyramid; positions of level l are 2^l pixels apart.
       channels: channels of pyramid and heads. depth: convolutions of each head before the last.
       scales, ratios, base: of the anchors, see `mtf.detection.Anchors`.
       coarse_from: input of the first level above the backbone: its last stage, "features", as in the paper, or the
-      level
-        below, "pyramid".
+        level below, "pyramid".
       alpha, gamma: of the focal loss. beta: of the smooth L1 loss of boxes. box_weight: its weight in the sum.
     Raises: GraphError with all faults at once.
     Source: Lin et al., arXiv:1708.02002; pyramid: arXiv:1612.03144.
@@ -263,8 +261,7 @@ def detection_step(
       batch: number of images of one step, over all cores.
       optimizer, max_norm: as in `image_step`.
     Returns: the outputs "loss", "class_loss" and "box_loss", and the updates, including moving averages. Both losses
-    are
-      sums over anchors, divided by the number of anchors with an object, the second also by 4.
+      are sums over anchors, divided by the number of anchors with an object, the second also by 4.
     Raises: GraphError for an invalid batch or optimizer.
     Example:
       >>> import meshlib as mtf

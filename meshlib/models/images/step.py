@@ -45,8 +45,7 @@ def image_step(
     Args:
       config: the model.
       batch: number of examples of one step, over all cores; or dims, the last named batch, such as [replicas, batch],
-      of
-        the inputs: a ResNet with groups=replicas then has batch norm per group of cores.
+        of the inputs: a ResNet with groups=replicas then has batch norm per group of cores.
       optimizer: updates all variables; `mtf.optimize.NORMS_AND_BIASES` names those to exclude from weight decay.
       max_norm: clip the global norm of all gradients to this.
     Returns: the outputs "loss", with label smoothing, and "accuracy" of the batch, and the updates, including moving

@@ -42,8 +42,8 @@ def unread_keys(s: Settings) -> tuple[Unread, ...]:
     return (*changed, *_partly_expressed(s))
 
 
-def _rematerialised(s: Settings) -> Iterator[Unread]:
-    """Keys that only a policy of one's own reads."""
+def _unused_remat_keys(s: Settings) -> Iterator[Unread]:
+    """Keys that only count with remat_policy=custom, if the policy is another."""
     if s["remat_policy"] != "custom":
         for key in REMAT_KEYS:
             if s[key] != READ[key]:
@@ -69,7 +69,7 @@ def _blocks_of_kernels(s: Settings) -> Iterator[Unread]:
 
 def _partly_expressed(s: Settings) -> list[Unread]:
     """Keys that are read, but with values that are only partly expressed."""
-    unread = [*_rematerialised(s), *_rules_of_unknown_dims(s), *_blocks_of_kernels(s)]
+    unread = [*_unused_remat_keys(s), *_rules_of_unknown_dims(s), *_blocks_of_kernels(s)]
 
     def note(key: str, changes: str) -> None:
         unread.append(Unread(key, s[key], READ[key], changes))

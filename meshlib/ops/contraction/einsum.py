@@ -246,7 +246,7 @@ EINSUM = operation(
     roles=reducing_factors,
     local=_local,
     grad=_grad,
-    linear=lambda op: NONLINEAR if op.attrs["precision"] in EIGHT_BIT else Linear((0, 1)),  # off the grid
+    linear=lambda op: NONLINEAR if op.attrs["precision"] in EIGHT_BIT else Linear((0, 1)),  # pending sums are rounded
     form=_form,
     work=_work,
     product=product_of,
@@ -296,12 +296,10 @@ def einsum(
       dtype: dtype of the result, a float dtype for float operands; sums are rounded to it.
       name: of the operation, in listings.
     Returns: a tensor of `dtype`, by default that of the operands; float32 for fp8, int32 for int8 and int4. Products
-    are
-      exact and sums float32; for integers both are exact modulo 2^32.
+      are exact and sums float32; for integers both are exact modulo 2^32.
     Gradient: bfloat16 for fp8 operands, from products in bfloat16; none for integers.
     Cost: 2 x (product of all dims) MXU flops for two operands, at the chip's rate for narrow types. int32 products run
-    on
-      the vector unit, with one operation per product and per sum.
+      on the vector unit, with one operation per product and per sum.
     Raises: ShapeError if sizes clash, an output dim is in no operand, or dtypes differ.
     Example:
       >>> import meshlib as mtf

@@ -3,8 +3,8 @@
     ragged_dot(x, w, sizes)[r, f] = sum over d of x[r, d] * w[g, d, f]    for the group g that row r is in
 
 One operation covers both forms that gradients need: the result has the rows of the first operand, or it has the groups,
-and the rows of each group are summed over. Groups are given by their first and last rows, so that a device with some of
-the groups or rows needs nothing from the others.
+and the rows of each group are summed over. Groups are given by the rows where they begin and end, so that a
+device with some of the groups or rows needs nothing from the others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
     if not dtype.is_wide_float:
         raise ShapeError(f"needs float operands, got {dtype.name}; cast them with mtf.cast")
     if begins.dtype is not INT32 or begins != ends:
-        raise ShapeError(f"the first and last rows of groups must be int32 with equal shapes, got {begins} and {ends}")
+        raise ShapeError(f"begins and ends of groups must be int32 with equal shapes, got {begins} and {ends}")
     return TensorType(attrs["shape"], dtype)
 
 
@@ -330,7 +330,7 @@ def _faults(x: Tensor, w: Tensor, sizes: Tensor, rows: Dimension, groups: Dimens
 def _default_shape(
     x: Tensor, w: Tensor, summed: Sequence[Dimension], first: Sequence[Dimension], alone: Collection[Dimension]
 ) -> Shape:
-    """`first`, then the dims of x and those that only w has, in their order."""
+    """`first`, then the dims of x that are not summed over, and those of w that are in `alone`."""
     of_x = [d for d in x.shape if d not in summed]
     return Shape([*first, *of_x, *(d for d in w.shape if d in alone and d not in of_x)])
 

@@ -64,7 +64,7 @@ def deferred(
     apart = {op for op in needed(graph.known.get(y, y).operation for y in later) if op.opdef.kind not in RESIDENT}
     there = {graph.known[x].operation for op in apart for x in op.inputs if x in graph.known}  # passed on
     apart -= needed([*(graph.known.get(y, y).operation for y in first), *there, *(x.operation for x in beside)])
-    taken, known = _extended(graph, apart, is_kept)
+    taken, known = _values_read(graph, apart, is_kept)
     # Operands that a loop does not read must still be given.
     spare = {x for op in apart for x in op.inputs if x.operation not in apart and x not in known}
     taken.update(dict.fromkeys(x for x in spare if x.operation.opdef.kind in RESIDENT))
@@ -72,7 +72,7 @@ def deferred(
     return Deferred(operations, tuple(taken), known)
 
 
-def _extended(
+def _values_read(
     graph: Graph, apart: set[Operation], is_kept: Callable[[Tensor], bool]
 ) -> tuple[dict[Tensor, None], dict[Tensor, Tensor]]:
     """The values read by these operations, and known values of their inputs; recomputed operations are added to

@@ -80,7 +80,7 @@ class _Backwards:
         sliced = {n: _in_order_of(dx, self.xs[n]) for n, dx in zip(self.with_gradient, dxs, strict=True)}
         return [*sides, *(sliced.get(n) for n in range(len(self.xs))), *(sums_of_outer.get(x) for x in self.outer)]
 
-    def _parted(self, slices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    def _split_slices(self, slices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """The carries before a trip, on the device, then sliced and saved values, cotangents of stacks and carries."""
         rest = iter(slices)
         befores = zip(islice(rest, len(self.befores)), self.inits, strict=True)
@@ -88,14 +88,14 @@ class _Backwards:
         for part in (self.xs, self.saved, self.stacked, self.joining):
             yield list(islice(rest, len(part)))
 
-    def _added(self, graph: Graph, sums: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> list[Tensor]:
-        """Sums over trips with those of this one."""
+    def _accumulated(self, graph: Graph, sums: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> list[Tensor]:
+        """Sums over trips after this one, whose cotangents are added."""
         counted = [g if g is None else self._active_part(graph, g) for g in cotangents]
         return [a if g is None else a + g for a, g in zip(sums, counted, strict=True)]
 
     def _step(self, carries: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         graph = slices[0].graph
-        befores, xs, saved, dys, joining = self._parted(slices)
+        befores, xs, saved, dys, joining = self._split_slices(slices)
         results = self._recompute(graph, befores, xs, saved)
         ends, stacks = self.loop.made.finals, self.loop.made.stacks
         ys = [results[y] for y in (*(y for y in ends if y.dtype.is_float), *(stacks[n] for n, _ in self.stacked))]
@@ -110,7 +110,7 @@ class _Backwards:
         stop = len(before) + len(sliced)
         dxs = {n: g for (n, _), g in zip(sliced, cotangents[len(before) : stop], strict=True) if g is not None}
         self.with_gradient = list(dxs)
-        sums = self._added(graph, carries[len(before) :], cotangents[stop:])
+        sums = self._accumulated(graph, carries[len(before) :], cotangents[stop:])
         _drop_cheap(graph, [*filled, *sums, *dxs.values()])
         return [*filled, *sums], list(dxs.values())
 

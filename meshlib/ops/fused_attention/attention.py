@@ -335,8 +335,7 @@ def attention(
     Args:
       q: queries [..., length, key_dim], float.
       k: keys [..., memory_length, key_dim]; dims shared with q are batch dims. Dims of q alone are groups, such as
-      several
-        query heads per key head.
+        several query heads per key head.
       v: values, the dims of k with `value_dim` in place of `key_dim`.
       length, memory_length: sequence dims of the queries, and of keys and values.
       key_dim, value_dim: dims of one head; `value_dim` is `key_dim` by default.

@@ -248,7 +248,7 @@ class LocalAttention:
 
 
 def _broadcast_part(x: Array, part: Cut) -> Array:
-    """The part of a mask or bias at `cut`; dims that it lacks have size 1 and broadcast."""
+    """The part of a mask or bias in `part`; dims that it lacks have size 1 and broadcast."""
     return x[tuple(c if n > 1 else slice(None) for c, n in zip(part, x.shape, strict=True))]
 
 

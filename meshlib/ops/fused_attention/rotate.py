@@ -1,4 +1,4 @@
-"""The half rotation of rotary position embeddings."""
+"""The rotation of halves by 90 degrees in rotary position embeddings."""
 
 from __future__ import annotations
 

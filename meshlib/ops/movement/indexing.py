@@ -294,7 +294,7 @@ def _scatter_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> T
 
 
 def _summed_to(x: Array, names: tuple[str, ...], wanted: tuple[str, ...]) -> tuple[Array, tuple[str, ...]]:
-    """An array summed over the dims that are not wanted, and the names of the others."""
+    """An array summed over all dims but those in `wanted`, and the names of its dims."""
     extra = tuple(n for n in names if n not in wanted)
     if not extra:
         return x, names

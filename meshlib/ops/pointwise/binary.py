@@ -73,8 +73,8 @@ def _binary(
     public.__doc__ = described(
         f"{doc}, broadcast by name{note}", name, function,
         dict(zip(("x1", "x2"), [(True, True), (True, False)] if truth else [(7.0, 2.0), (2.0, 2.0)], strict=True)),
-        f"  x1, x2: tensors of {'bool' if truth else 'one dtype'}, or one of them a number; dims go together by name.\n"
-        "  output_shape: the dims of the result in this order; by default those of x1, then what x2 has besides.",
+        f"  x1, x2: tensors of {'bool' if truth else 'one dtype'}, or one of them a number; dims are matched by name.\n"
+        "  output_shape: the dims of the result in this order; by default those of x1, then the other dims of x2.",
     )  # fmt: skip
     return public
 

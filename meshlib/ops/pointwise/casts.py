@@ -14,9 +14,7 @@ from meshlib.core.opdef import (
     Linear,
 )
 from meshlib.ops.building import build, tensor
-from meshlib.ops.pointwise.elementwise import (
-    define,
-)
+from meshlib.ops.pointwise.elementwise import define
 
 
 def _cast_linear(op: Operation) -> Linear:

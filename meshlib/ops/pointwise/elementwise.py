@@ -1,4 +1,4 @@
-"""How an element-wise operation is defined: dtype rules, broadcasting by name, and the docstring with its example."""
+"""Definition of element-wise operations: dtype rules, broadcasting by name, and docstrings with examples."""
 
 from __future__ import annotations
 
@@ -11,17 +11,7 @@ from layouts import Dimension, Shape
 from meshlib.core.dtypes import BOOL, DType
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, TensorType
-from meshlib.core.opdef import (
-    EVERY,
-    Array,
-    Block,
-    GradRule,
-    Kind,
-    OpDef,
-    ShapeRule,
-    Work,
-    operation,
-)
+from meshlib.core.opdef import EVERY, Array, Block, GradRule, Kind, OpDef, ShapeRule, Work, operation
 from meshlib.ops.rules import align, named_factors, same_dtype, union
 
 
@@ -77,7 +67,10 @@ COMPARED = dtype_rule(lambda dtype: True, "", result_dtype=BOOL)
 def define(
     name: str, function: Callable[..., Any], grad: GradRule, shape: ShapeRule, ops: int = 1, **traits: Any
 ) -> OpDef:
-    """`function` takes the operands' blocks, broadcast by name, and `out`; `ops` are its lane operations."""
+    """Register an element-wise operation; further `traits` are fields of its `OpDef`.
+
+    `function` takes the operands' blocks, broadcast by name, and `out`; `ops` are its lane operations per element.
+    """
 
     def local(block: Block, *arrays: Array) -> Array:
         to, out = block.out.shape.names, block.result()
@@ -121,6 +114,7 @@ Example:
 
 
 def broadcast_to(y: Tensor, output_shape: Shape | Sequence[Dimension] | None) -> Tensor:
+    """`y` with the dims of `output_shape`, if given."""
     from meshlib.ops.movement.shape import broadcast
 
     return y if output_shape is None else broadcast(y, output_shape)

@@ -22,9 +22,7 @@ from meshlib.ops.pointwise.binary import (
     pow,
     subtract,
 )
-from meshlib.ops.pointwise.elementwise import (
-    Binary,
-)
+from meshlib.ops.pointwise.elementwise import Binary
 from meshlib.ops.pointwise.unary import abs, logical_not, negative
 
 

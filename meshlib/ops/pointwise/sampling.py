@@ -71,7 +71,7 @@ def sample_with_temperature(
     return argmax(cast(x, "float32") + noise * temperature, d, name)
 
 
-_NEVER = -1e30  # excluded logits
+_NEVER = -1e30  # logit of excluded elements
 
 
 def _top_p_threshold(x: Tensor, dim: Dimension, temperature: float, top_p: float) -> Tensor:

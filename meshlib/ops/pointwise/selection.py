@@ -1,4 +1,4 @@
-"""`where`: elements of one tensor or of another, by a condition."""
+"""`where`: elements of one tensor or another, selected by a condition."""
 
 from __future__ import annotations
 
@@ -11,16 +11,9 @@ from layouts import Dimension, Shape
 from meshlib.core.dtypes import BOOL
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType
-from meshlib.core.opdef import (
-    Array,
-    Linear,
-)
+from meshlib.core.opdef import Array, Linear
 from meshlib.ops.building import as_tensor, build, tensor
-from meshlib.ops.pointwise.elementwise import (
-    broadcast_to,
-    define,
-    reduce_to,
-)
+from meshlib.ops.pointwise.elementwise import broadcast_to, define, reduce_to
 from meshlib.ops.rules import same_dtype, union
 
 
@@ -37,15 +30,15 @@ def _where_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 
 
 def _where_into(condition: Array, x: Array, y: Array, out: Array) -> None:
-    held = _distinct_elements(condition)
-    if held.size < out.size and held.all():  # a mask of whole blocks, of which this has none to hide
+    distinct = _distinct_elements(condition)
+    if distinct.size < out.size and distinct.all():  # fast for a mask of whole blocks that hides nothing here
         np.copyto(out, x)
     else:
         np.copyto(out, np.where(condition, x, y))
 
 
 def _distinct_elements(x: Array) -> Array:
-    """Each element that an array shows, once where it is broadcast."""
+    """The elements of an array, once each if it is broadcast."""
     return x[tuple(np.s_[:1] if stride == 0 else np.s_[:] for stride in x.strides)]
 
 
@@ -68,7 +61,7 @@ def where(
 ) -> Tensor:
     """`if_true` where `condition` (bool) holds, else `if_false`; all broadcast by name, then to `output_shape`.
 
-    Two numbers make a float32 tensor. What is not chosen has no influence on the result, NaN and infinities included.
+    Two numbers make a float32 tensor. Values that are not chosen do not affect the result, even NaN and infinities.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():

@@ -41,7 +41,7 @@ class Buffer:
     shown: list[tuple[int, Value]]
 
     def at(self, n: int) -> tuple[int, Value]:
-        """The instruction since which it has its value after instruction `n`, and that value."""
+        """The value in it after instruction `n`, preceded by the instruction that stored it."""
         return next((begin, v) for begin, v in reversed(self.shown) if begin <= n)
 
 

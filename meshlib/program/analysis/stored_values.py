@@ -4,9 +4,8 @@ A compiler duplicates cheap work into the kernels that read its result: the floa
 a weight, values of a norm between statistics and result, dequantised int8 values. A value is recomputed if
 
 - each consumer can inline its producer: products, reductions and element-wise kernels can; collectives, loops, copies
-to
-  the host and separate kernels read operands from memory, except that fused attention casts and scales narrow keys and
-  values itself, as kernels for int8 and fp8 caches do;
+  to the host and separate kernels read operands from memory, except that fused attention casts and scales narrow keys
+  and values itself, as kernels for int8 and fp8 caches do;
 - recomputing an element takes no longer than reading it: exponentials, divisions and error functions are recomputed,
   sines, cosines and random numbers are not;
 - reading its sources, in each kernel that does not read them anyway, moves fewer bytes than writing the value once and
@@ -30,7 +29,7 @@ from meshlib.program.instructions import Compute, Instruction, Move, Value
 from meshlib.program.records import Program
 
 NEAR_BYTES = 2**20  # share of the 16 MiB of VMEM of the smallest chips
-SMALL = 64  # ratio of elements below which sources, such as scales of channels, cost consumers next to nothing
+SMALL = 64  # sources with fewer elements by this factor, such as scales of channels, are read almost for free
 
 _READERS = (*THROUGH, Kind.REDUCTION, Kind.CONTRACTION)
 

@@ -219,8 +219,8 @@ class Comparison:
     def _lies(self) -> list[str]:
         moved = [t for t in self.tensors if not t.same]
         if not moved:
-            return ["", f"tensors: all {len(self.tensors)} that are split anywhere lie alike"]
-        shown = [("", "tensors that lie otherwise", "in a", "in b")]
+            return ["", f"tensors: all {len(self.tensors)} that are split anywhere have the same axes"]
+        shown = [("", "tensors split differently", "in a", "in b")]
         for group in GROUPS:
             alike: dict[tuple[str, str], list[Laid]] = {}
             for t in moved:
@@ -228,7 +228,7 @@ class Comparison:
                     alike.setdefault((t.a, t.b), []).append(t)
             for n, ((a, b), members) in enumerate(alike.items()):
                 shown.append(("" if n else group, _names(members), a or "not there", b or "not there"))
-        return ["", f"{len(moved)} of {len(self.tensors)} split tensors lie otherwise", *grid(shown)]
+        return ["", f"{len(moved)} of {len(self.tensors)} split tensors differ in their axes", *grid(shown)]
 
 
 def compare(program_a: Program, program_b: Program) -> Comparison:

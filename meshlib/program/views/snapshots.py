@@ -47,7 +47,7 @@ def assert_snapshot(program: Program, path: str | Path, update: bool = False) ->
         try:
             expected = file.read().decode()
         except UnicodeDecodeError as fault:
-            raise GraphError(f"assert_snapshot: {target} is no snapshot, which is text in UTF-8: {fault}") from None
+            raise GraphError(f"assert_snapshot: {target} is not a snapshot, which is text in UTF-8: {fault}") from None
     if expected != text:
         lines = difflib.unified_diff(
             expected.splitlines(), text.splitlines(), "as it was", "as it is", lineterm="", n=1
