@@ -56,11 +56,11 @@ def _remat(choices: Mapping[str, object]) -> str | Remat:
 
 
 def _of_program(write: Callable[[Program], Emitted]) -> Callable[[Subject, Slice, PlannedLayout], Emitted]:
-    def made(subject: Subject, where: Slice, plan: PlannedLayout) -> Emitted:
+    def emit(subject: Subject, where: Slice, plan: PlannedLayout) -> Emitted:
         assert plan.est is not None
         return write(plan.est.program)
 
-    return made
+    return emit
 
 
 def _python(subject: Subject, where: Slice, plan: PlannedLayout) -> Emitted:

@@ -56,10 +56,10 @@ LAYOUTS_OF_IMAGES = ("data", "zero1", "data+spatial", "data+channels", "spatial"
 class Subject:
     """A program to lay out: how to build it, and one session per set of build arguments.
 
-    `config`: of a Transformer; `image`: of a model of images; `sizes`: its batch and length; `given_batch`: whether the
-    batch was asked for; `settings`: what --set gave. `arguments`: of the function that builds it. `compiler`: what it
-    is lowered for. `placement`: of each mesh axis the part that joins slices, where it is given. `notes`: what else a
-    plan says.
+    `config`, `image`: the model, a Transformer or one of images; `sizes`: its batch and length; `given_batch`: whether
+    the command gave the batch; `settings`: values of --set; `arguments`: arguments of `build`; `compiler`: the compiler
+    it is lowered for; `placement`: mesh axis -> the factor of it that joins slices, if given; `notes`: more text for a
+    plan.
     """
 
     name: str

@@ -148,10 +148,10 @@ def _streamed(stream: str, size_bytes: int) -> Tensor:
     return x + (y if stream == "add" else 3.0 * y)
 
 
-def _alone(chip: str, made: Tensor, compiler: Compiler, physics: Physics = CALIBRATED) -> Estimate:
+def _alone(chip: str, result: Tensor, compiler: Compiler, physics: Physics = CALIBRATED) -> Estimate:
     """Estimate of the same program on every device of the smallest slice."""
     name = legal_slices(chip)[0]
-    program = lower({"y": made}, mesh=f"copies:{Slice(name).devices}", compiler=compiler)
+    program = lower({"y": result}, mesh=f"copies:{Slice(name).devices}", compiler=compiler)
     return estimate(program, name, physics=physics)
 
 

@@ -35,12 +35,12 @@ class Moment(NamedTuple):
     event: Event | None
 
 
-def moments(made: StepSchedule, chip: Chip) -> Iterator[Moment]:
+def moments(schedule: StepSchedule, chip: Chip) -> Iterator[Moment]:
     """The moments of one schedule in order, without gaps; a loop is one moment."""
-    waits = {begin: (end, event) for begin, end, event in exposed(made)}
+    waits = {begin: (end, event) for begin, end, event in exposed(schedule)}
     starts = sorted(waits)
     at = 0.0
-    for event in sorted((e for e in made.events if e.on_core), key=lambda e: (e.start, e.end)):
+    for event in sorted((e for e in schedule.events if e.on_core), key=lambda e: (e.start, e.end)):
         begin = max(at, computes_from(event))
         yield from _idle(at, begin, waits, starts, chip, "latency")
         end = max(begin, event.end)
@@ -49,18 +49,19 @@ def moments(made: StepSchedule, chip: Chip) -> Iterator[Moment]:
         else:
             yield from _kernel(event, begin, end)
         at = end
-    own_copies = made.host_exposed_seconds - sum(
-        e.trips * e.loop.host_exposed_seconds for e in made.events if e.loop is not None
+    own_copies = schedule.host_exposed_seconds - sum(
+        e.trips * e.loop.host_exposed_seconds for e in schedule.events if e.loop is not None
     )
-    copies = min(max(0.0, own_copies), max(0.0, made.seconds - at))
-    yield from _idle(at, made.seconds - copies, waits, starts, chip, "hbm")
+    copies = min(max(0.0, own_copies), max(0.0, schedule.seconds - at))
+    end = schedule.seconds
+    yield from _idle(at, end - copies, waits, starts, chip, "hbm")
     if copies:
-        yield Moment(made.seconds - copies, made.seconds, "pcie", next((e for e in made.events if e.copy), None))
+        yield Moment(end - copies, end, "pcie", next((e for e in schedule.events if e.copy), None))
 
 
-def divided(made: StepSchedule, chip: Chip, times: float = 1) -> Iterator[tuple[Event | None, str, float]]:
+def divided(schedule: StepSchedule, chip: Chip, times: float = 1) -> Iterator[tuple[Event | None, str, float]]:
     """(event, bound, seconds) for everything, loops expanded; the sum is `times` the schedule's seconds."""
-    for m in moments(made, chip):
+    for m in moments(schedule, chip):
         if m.event is not None and m.event.loop is not None and not m.bound:
             yield from divided(m.event.loop, chip, times * m.event.trips)
             if m.event.timed:  # devices wait for others that run longer branches
@@ -74,12 +75,12 @@ def computes_from(event: Event) -> float:
     return event.end - event.time.seconds if event.time else event.start
 
 
-def exposed(made: StepSchedule) -> Iterator[tuple[float, float, Event]]:
+def exposed(schedule: StepSchedule) -> Iterator[tuple[float, float, Event]]:
     """Intervals in which something is sent and the core computes nothing, with the collective that began first."""
-    gaps = _gaps([(computes_from(e), e.end) for e in made.events if e.on_core])
+    gaps = _gaps([(computes_from(e), e.end) for e in schedule.events if e.on_core])
     starts = [begin for begin, _ in gaps]
     done = 0.0
-    for e in sorted((e for e in made.events if e.move is not None), key=lambda e: e.start):
+    for e in sorted((e for e in schedule.events if e.move is not None), key=lambda e: e.start):
         begin = max(done, e.start)
         for a, b in gaps[max(0, bisect_right(starts, begin) - 1) : bisect_right(starts, e.end)]:
             if min(b, e.end) > max(a, begin):

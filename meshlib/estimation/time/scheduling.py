@@ -141,7 +141,7 @@ class _SchedulePass:
     def __init__(self, plan: UnitPlan, times: Times, compiler: Compiler, spare_seconds: float | None) -> None:
         self.plan, self.times, self.compiler = plan, times, compiler
         self.overlap, self.unrolled = compiler.overlap, compiler.unrolled_loops
-        self.made = StepSchedule()
+        self.schedule = StepSchedule()
         self.core = 0.0  # time at which the core becomes free
         self.owed_seconds = 0.0  # core time owed to concurrent collectives; waiting of the core pays for it
         self.ready: dict[int, float] = {}
@@ -160,7 +160,7 @@ class _SchedulePass:
             self._run_postponed()
             if not self._postpone(unit):
                 self._place(unit)
-        schedule = self.made
+        schedule = self.schedule
         end = max([self.core + self.owed_seconds, *(e.end for e in schedule.events if e.copy is None)])
         self.core = max(self._pay_debt(), self.core + self.hbm.left(end - self.core))
         schedule.core_seconds = self.core + sum(self.times.of(u.kernel).seconds for u in self.postponed if u.kernel)
@@ -220,7 +220,7 @@ class _SchedulePass:
     def _event(self, unit: Unit, start: float, end: float, **what: Any) -> Event:
         """Record an event of a unit."""
         event = Event(start, end, unit.number, unit.region, **{"name": unit.name, "source": unit.source, **what})
-        self.made.events.append(event)
+        self.schedule.events.append(event)
         return event
 
     def _host_arrival(self, unit: Unit) -> float:
@@ -230,15 +230,15 @@ class _SchedulePass:
     def _copy(self, unit: Unit, direction: str, size: int) -> None:
         seconds = pcie_seconds(self.times.chip, size)
         self.ready.update(dict.fromkeys(unit.outputs, self._operands_ready(unit)))
-        start = self.made.busy.get(direction, 0.0)
+        start = self.schedule.busy.get(direction, 0.0)
         if unit.region == UPDATE:
             start = max(
                 self._operands_ready(unit), self._host_arrival(unit), self.update_copies.get(direction, self.core)
             )
             self.update_copies[direction] = start + seconds
             self.brought.update(dict.fromkeys(unit.outputs, start + seconds))
-        self.made.use(direction, seconds)
-        self.made.serial_seconds += seconds
+        self.schedule.use(direction, seconds)
+        self.schedule.serial_seconds += seconds
         self._event(unit, start, start + seconds, copy=(direction, size))
 
     def _collective(self, unit: Unit) -> None:
@@ -251,13 +251,13 @@ class _SchedulePass:
         if kernel is not None:
             end = kernel.end + event.seconds / move.group
             if event.end < end:  # its last piece has to wait
-                event = self.made.events[-1] = replace(event, end=end)
+                event = self.schedule.events[-1] = replace(event, end=end)
         elif self.overlap != "none" and not unit.chained and not self.compiler.offloads(move.kind, self.times.chip):
             wire = max((busy for _, busy in cost.busy_seconds), default=0.0)
             self.owed_seconds += self.times.physics.early_exposed * wire
         if self.overlap != "none":
             self.hbm.owe(hbm_seconds(self.times.chip, COLLECTIVE_KINDS[move.kind].hbm_passes * move.larger_bytes))
-        self.sent[len(self.made.events) - 1] = unit.outputs
+        self.sent[len(self.schedule.events) - 1] = unit.outputs
         for y in unit.outputs:
             self.ready[y] = event.end
             if STEP_KINDS[move.kind].gathers and unit.chained and self.compiler.cuts_in_pieces(move.larger_bytes):
@@ -268,23 +268,23 @@ class _SchedulePass:
         if self.overlap == "none":
             ready = max(ready, self.core)
         # A collective shares links with those in flight.
-        start, sent, delayed = self.links.send(len(self.made.events), cost, ready)
+        start, sent, delayed = self.links.send(len(self.schedule.events), cost, ready)
         for other in delayed:
             self._delay(other)
         end = sent + seconds - cost.seconds
         if self.overlap == "none":
             self.core = end
         for place, busy in cost.busy_seconds:
-            self.made.use(place, busy)
-        self.made.serial_seconds += seconds
+            self.schedule.use(place, busy)
+        self.schedule.serial_seconds += seconds
         name = f"{move.kind} of {move.name}"
         return self._event(unit, start, end, move=move, cost=cost, name=name)
 
     def _delay(self, moved: Moved) -> None:
         """Move the end of a collective that now shares its links with another."""
-        event = self.made.events[moved.event]
+        event = self.schedule.events[moved.event]
         later = replace(event, start=moved.begin, end=event.end + moved.late_seconds)
-        self.made.events[moved.event] = later
+        self.schedule.events[moved.event] = later
         for y in self.sent.get(moved.event, ()):
             self.ready[y] = later.end
             if self.pieces.get(y) is event:
@@ -310,10 +310,10 @@ class _SchedulePass:
         self.hbm.idle(end - computed)
         self.core = end
         event = self._event(unit, start, end, kernel=kernel, time=time)
-        self.made.use("mxu", time.mxu_seconds)
-        self.made.use("vpu", time.vpu_seconds)
-        self.made.use("hbm", time.hbm_seconds)
-        self.made.serial_seconds += time.upper_seconds
+        self.schedule.use("mxu", time.mxu_seconds)
+        self.schedule.use("vpu", time.vpu_seconds)
+        self.schedule.use("hbm", time.hbm_seconds)
+        self.schedule.serial_seconds += time.upper_seconds
         self._finish(unit, event)
 
     def _pay_debt(self) -> float:
@@ -372,14 +372,14 @@ class _SchedulePass:
             timed=idle > 0.0,
         )  # fmt: skip
         for engine, busy in body.busy.items():
-            self.made.use(engine, unit.trips * busy)
-        self.made.serial_seconds += unit.trips * body.serial_seconds
+            self.schedule.use(engine, unit.trips * busy)
+        self.schedule.serial_seconds += unit.trips * body.serial_seconds
         bare = body.exposed_seconds - tail if self.unrolled else body.exposed_seconds
-        self.made.exposed_seconds += unit.trips * max(0.0, bare)
-        self.made.bubble_seconds += idle
+        self.schedule.exposed_seconds += unit.trips * max(0.0, bare)
+        self.schedule.bubble_seconds += idle
         if not idle and (unit.branch is None or unit.trips == 1):
-            self.made.bubble_seconds += seconds * (1 - unit.active) + unit.trips * unit.active * body.bubble_seconds
-        self.made.host_exposed_seconds += unit.trips * body.host_exposed_seconds
+            self.schedule.bubble_seconds += seconds * (1 - unit.active) + unit.trips * unit.active * body.bubble_seconds
+        self.schedule.host_exposed_seconds += unit.trips * body.host_exposed_seconds
         self._finish(unit, event)
 
     def _timed(self, timing: Timing, body: StepSchedule, seconds: float) -> tuple[float, float]:

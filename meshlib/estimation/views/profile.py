@@ -343,9 +343,9 @@ def profile(est: Estimate, measured: object = None) -> Profile:
     return Profile(est.step_seconds, totals, _working(est), tuple(parts), title, est.compiler, seen)
 
 
-def _owners(program: Program, made: StepSchedule) -> Iterator[tuple[str, tuple[str, str, str, str]]]:
+def _owners(program: Program, schedule: StepSchedule) -> Iterator[tuple[str, tuple[str, str, str, str]]]:
     """(scope of an instruction, (name, kind, line, phase) of the event that runs it)."""
-    events = {e.first: e for e in made.events}
+    events = {e.first: e for e in schedule.events}
     for members in kernels_of(program):
         event = events.get(members[0].group)
         if event is None:
@@ -373,9 +373,9 @@ def _working(est: Estimate) -> dict[str, float]:
     }
 
 
-def _events(made: StepSchedule, times: int = 1) -> Iterator[tuple[Event, int]]:
+def _events(schedule: StepSchedule, times: int = 1) -> Iterator[tuple[Event, int]]:
     """All events except loops, with the number of runs."""
-    for event in made.events:
+    for event in schedule.events:
         if event.loop is not None:
             yield from _events(event.loop, event.runs(times))
         else:

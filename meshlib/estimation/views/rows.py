@@ -66,12 +66,12 @@ class Row:
         return self.seconds * self.count
 
 
-def rows_of(made: StepSchedule, chip: Chip, count: int = 1, active: float = 1.0) -> Iterator[Row]:
+def rows_of(schedule: StepSchedule, chip: Chip, count: int = 1, active: float = 1.0) -> Iterator[Row]:
     """The rows of a schedule in order; the rows of a loop's body replace the loop, with their total count.
 
     `active` is the share of these runs outside pipeline bubbles.
     """
-    for event in made.events:
+    for event in schedule.events:
         if event.loop is not None:
             yield from rows_of(event.loop, chip, event.runs(count), active * event.active)
         elif event.move is not None:
@@ -82,10 +82,10 @@ def rows_of(made: StepSchedule, chip: Chip, count: int = 1, active: float = 1.0)
             yield _compute_row(event, chip, count, active)
 
 
-def names_of_forward(made: StepSchedule) -> frozenset[str]:
+def names_of_forward(schedule: StepSchedule) -> frozenset[str]:
     """Event names of the forward pass, by which later events with the same name are recognised as recomputation."""
-    names = {e.name for e in made.events if e.region == FORWARD and e.loop is None}
-    return frozenset(names.union(*(names_of_forward(e.loop) for e in made.events if e.loop is not None)))
+    names = {e.name for e in schedule.events if e.region == FORWARD and e.loop is None}
+    return frozenset(names.union(*(names_of_forward(e.loop) for e in schedule.events if e.loop is not None)))
 
 
 def kernel_bound(time: KernelTime) -> str:

@@ -156,18 +156,18 @@ class _Writer:
         rest = {"seconds (assumed)": self.est.step_seconds - schedule.seconds}
         yield _span(CORE, "step overhead", schedule.seconds, self.est.step_seconds, rest)
 
-    def _schedule(self, plan: UnitPlan, made: StepSchedule, at: float, room: int, depth: int) -> Iterator[Span]:
-        opens, closes = self._flows(plan, made)
+    def _schedule(self, plan: UnitPlan, schedule: StepSchedule, at: float, room: int, depth: int) -> Iterator[Span]:
+        opens, closes = self._flows(plan, schedule)
         bodies = {unit.number: unit.body for unit in plan.units}
-        for e in made.events:
+        for e in schedule.events:
             unmarked = True
             for s in self._event(bodies.get(e.first), e, at, room, depth):
                 if unmarked and s.end > s.begin:
                     s, unmarked = replace(s, opens=opens[e.first], closes=closes[e.first]), False
                 yield s
-        for begin, end, e in exposed(made):
+        for begin, end, e in exposed(schedule):
             yield self._span(e, EXPOSED, at + begin, at + end)
-        for unit, run in groupby(moments(made, self.est.slice.chip), key=lambda m: UNIT_OF.get(m.bound)):
+        for unit, run in groupby(moments(schedule, self.est.slice.chip), key=lambda m: UNIT_OF.get(m.bound)):
             spans = [(m.begin, m.end) for m in run]
             if unit is not None:  # a loop is described by its trips
                 yield _span(BOUND, unit, at + spans[0][0], at + spans[-1][1], {})
@@ -183,10 +183,10 @@ class _Writer:
         else:
             yield from self._kernel(e, at)
 
-    def _flows(self, plan: UnitPlan, made: StepSchedule) -> tuple[Flows, Flows]:
+    def _flows(self, plan: UnitPlan, schedule: StepSchedule) -> tuple[Flows, Flows]:
         """Event number -> flows from collectives, and event number -> flows to their consumers."""
         opens, closes = defaultdict[int, tuple[int, ...]](tuple), defaultdict[int, tuple[int, ...]](tuple)
-        shown = {e.first: e for e in made.events}
+        shown = {e.first: e for e in schedule.events}
         bringing = {y: u.number for u in plan.units if (e := shown.get(u.number)) and e.move for y in u.outputs}
         for unit in plan.units:
             if unit.number in shown:
@@ -256,10 +256,10 @@ def _span(track: str, name: str, begin: float, end: float, args: dict[str, Any])
     return Span(track, name, round(begin * 1e9), round(end * 1e9), args)
 
 
-def _size(made: StepSchedule, trips: bool = True) -> int:
+def _size(schedule: StepSchedule, trips: bool = True) -> int:
     """Maximum number of slices of a schedule, with or without individual trips of its loops."""
     total = 1
-    for e in made.events:
+    for e in schedule.events:
         if e.loop is not None:
             total += e.runs(1) * _size(e.loop) if trips else 0
         elif e.cost is not None:
@@ -269,9 +269,9 @@ def _size(made: StepSchedule, trips: bool = True) -> int:
     return total
 
 
-def _phases(made: StepSchedule) -> Iterator[Span]:
+def _phases(schedule: StepSchedule) -> Iterator[Span]:
     """Runs of one region on the core."""
-    core = sorted((e for e in made.events if e.on_core), key=lambda e: e.start)
+    core = sorted((e for e in schedule.events if e.on_core), key=lambda e: e.start)
     begin = 0
     for n, (e, after) in enumerate(pairwise([*core, None]), start=1):
         assert e is not None

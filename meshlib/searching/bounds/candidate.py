@@ -51,9 +51,9 @@ Floats: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
 class _Times:
     """Seconds on one chip.
 
-    `attention`: of each kind; `rounded`: the part lost when its scores are rounded down in a split; `elements`: of
-    element-wise kernels over HBM, by the dims along which they may be split; `smallest`: bytes of the smallest value of
-    these, which stays on the chip if it has no more than `held_bytes`; `launch_seconds`: of all launches.
+    `attention`: seconds of each kind; `rounded`: the part of it lost when a split rounds its scores down; `elements`:
+    HBM seconds of element-wise kernels, by the dims along which they may be split; `smallest`: bytes of the smallest
+    value among them, which stays on the chip up to `held_bytes`; `launch_seconds`: seconds of all launches.
     """
 
     products: SplitProducts
