@@ -18,6 +18,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -33,52 +34,38 @@ from meshlib.jax.compiling.topologies import require_tpu_compiler, topology_of
 Build = Callable[[], mtf.Program]
 
 
-def train(preset: str, mesh: str, layout: str, batch: int, length: int) -> Build:
-    """A training step with AdamW and full rematerialisation."""
+def model(config: Any, make: Callable[[Any], Any], mesh: str, layout: str, named: Any = mtf.models.layout) -> Build:
+    """The step that `make` builds of a configuration, under a layout that `named` knows."""
 
     def build() -> mtf.Program:
-        config = mtf.models.preset(preset)
         with mtf.Graph():
-            step = mtf.models.train_step(config, batch, length)
-        return mtf.lower(*step, mesh, mtf.models.layout(layout, config, mesh))
+            step = make(config)
+        return mtf.lower(*step, mesh, named(layout, config, mesh))
 
     return build
+
+
+def train(preset: str, mesh: str, layout: str, batch: int, length: int) -> Build:
+    """A training step with AdamW and full rematerialisation."""
+    return model(mtf.models.preset(preset), lambda c: mtf.models.train_step(c, batch, length), mesh, layout)
 
 
 def images(preset: str, mesh: str, batch: int) -> Build:
     """A data-parallel training step of a model of images."""
-
-    def build() -> mtf.Program:
-        config = mtf.models.image_preset(preset)
-        with mtf.Graph():
-            step = mtf.models.image_step(config, batch, mtf.optimize.MomentumOptimizer(0.1, 0.9))
-        return mtf.lower(*step, mesh, mtf.models.image_layout("data", config, mesh))
-
-    return build
+    optimizer = mtf.optimize.MomentumOptimizer(0.1, 0.9)
+    config = mtf.models.image_preset(preset)
+    return model(config, lambda c: mtf.models.image_step(c, batch, optimizer), mesh, "data", mtf.models.image_layout)
 
 
 def decode(preset: str, mesh: str, layout: str, batch: int, length: int) -> Build:
     """A token for each sequence, with caches of `length` positions."""
-
-    def build() -> mtf.Program:
-        config = mtf.models.preset(preset)
-        with mtf.Graph():
-            step = mtf.models.decode_step(config, batch, length)
-        return mtf.lower(*step, mesh, mtf.models.layout(layout, config, mesh))
-
-    return build
+    return model(mtf.models.preset(preset), lambda c: mtf.models.decode_step(c, batch, length), mesh, layout)
 
 
 def prefill(preset: str, mesh: str, layout: str, batch: int, length: int, encoder_length: int | None = None) -> Build:
     """Prompts of `length` tokens into caches."""
-
-    def build() -> mtf.Program:
-        config = mtf.models.preset(preset)
-        with mtf.Graph():
-            step = mtf.models.prefill(config, batch, length, length, encoder_length)
-        return mtf.lower(*step, mesh, mtf.models.layout(layout, config, mesh))
-
-    return build
+    sizes = (batch, length, length, encoder_length)
+    return model(mtf.models.preset(preset), lambda c: mtf.models.prefill(c, *sizes), mesh, layout)
 
 
 def network(mesh: str, layout: str, batch: int) -> Build:
@@ -129,11 +116,11 @@ def answer(name: str, program: mtf.Program, slice_: Slice, folder: Path | None) 
         return stored
     topology = topology_of(slice_)
     task = Task((program,), (topology.name, topology.options), slice_.slices, {})
-    found = next(iter(answers(task, lambda text: None, None)))
+    compiled = next(iter(answers(task, lambda text: None, None)))
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(gzip.compress(pickle.dumps(found)))
-    return found
+        file.write_bytes(gzip.compress(pickle.dumps(compiled)))
+    return compiled
 
 
 def rows(name: str, folder: Path | None, differences: bool) -> Iterator[tuple[str, ...]]:
