@@ -139,8 +139,8 @@ def _about(under: Under, name: str, text: str, run: str, a_slice: bool = True) -
         "--set",
         action="append",
         metavar="NAME=VALUE",
-        help=f"a field of the model's config, {', '.join(STEP_SETTINGS)} of its training step, or an argument of the "
-        "function; repeatedly",
+        help="a field of the model's config or of its experts' routing (shard_factor, top_k, ...), "
+        f"{', '.join(STEP_SETTINGS)} of its training step, or an argument of the function; repeatedly",
     )
     return command_parser
 

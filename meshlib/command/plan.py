@@ -354,7 +354,17 @@ def _ranking(subject: Subject, plans: Sequence[PlannedLayout]) -> list[str]:
         figures = (seconds_text(plan.est.step_seconds), f"{plan.est.mfu:.1%}", peak)
         cells.append((str(n), *figures, *chosen, plan.name, plan.mesh))
     note = ["! does not fit"] if any(p.est is not None and not p.est.fits for p in plans) else []
-    return [*grid(cells, right=(1, 2, 3)), *note, *faults]
+    return [*grid(cells, right=(1, 2, 3)), *note, *_notes_on_others(plans), *faults]
+
+
+def _notes_on_others(plans: Sequence[PlannedLayout]) -> list[str]:
+    """The notes of all programs but the best, which is shown with its own, with their numbers in the ranking."""
+    numbers: dict[str, list[str]] = {}
+    for n, plan in enumerate(plans, start=1):
+        for text in plan.est.program.notes if plan.est is not None else ():
+            numbers.setdefault(text, []).append(str(n))
+    others = {text: ns for text, ns in numbers.items() if ns[0] != "1"}
+    return [line for text, ns in others.items() for line in wrapped(text, f"note on {', '.join(ns)}: ", " ")]
 
 
 # ------------------------------------------------------------ JSON

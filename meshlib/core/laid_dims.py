@@ -31,6 +31,11 @@ class SizePlan(ABC):
         """The name of a dim once the layout is known."""
         return name
 
+    @property
+    def note(self) -> str:
+        """A note on the cost of its sizes under a layout; empty without one."""
+        return ""
+
     def dim(self, name: str, part: Part) -> LaidDimension:
         """A dim with one of the plan's sizes."""
         return LaidDimension(name, self, part)

@@ -72,6 +72,17 @@ class ExpertRows(SizePlan):
 
     # ------------------------------------------------------------ as a size plan
 
+    @property
+    def note(self) -> str:
+        """A note on rows for the worst case, where they are more than twice the mean."""
+        if self.factor is not None or 2 * self.filled >= 1:
+            return ""
+        return (
+            f"each of {self.shards} shards of '{self.names[1]}' has rows for the worst case, {1 / self.filled:.3g}"
+            " times the mean, and memory, all_to_all and HBM traffic grow with them; shard_factor=2.0 in the Routing"
+            " reserves twice the mean, and counts the choices beyond it as dropped"
+        )
+
     def under(self, mesh: Mesh, rules: LayoutRules) -> ExpertRows:
         """These sizes with the groups and shards of a layout."""
         if self.fixed:

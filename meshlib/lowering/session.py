@@ -62,6 +62,7 @@ class Session(Shown):
         self._updates = assigned(updates)
         self._known: object = None
         self._memos = Memos()
+        self._size_notes: tuple[str, ...] = ()
 
     def sibling(self, outputs: Outputs = None, updates: Sequence[Operation] = ()) -> Session:
         """The session of another program, such as the same model built with other arguments.
@@ -126,7 +127,7 @@ class Session(Shown):
         refuse_faults(report, self._subjects, mesh, rules)
         memos = self._memos
         memos.trim()
-        notes = (*report.notes, *_bubble_notes(self._simple.operations))
+        notes = (*report.notes, *self._size_notes, *_bubble_notes(self._simple.operations))
         sound = Sound(memos.signatures, memos.computations)
         lowering = Lowering(mesh, rules, precision, balance, regather, notes, memos, sound, compiler)
         return lowering.program(self._simple, self._outputs, counts_steps=bool(self._updates))
@@ -182,6 +183,7 @@ class Session(Shown):
             session._memos = self._memos.sibling()
             session._learn()
             session._subjects.names |= self._subjects.names
+            session._size_notes = tuple(dict.fromkeys(plan.note for plan in plans if plan.note))
             self._resolved[plans] = session
         return session
 

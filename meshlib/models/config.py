@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from math import lcm
+from typing import Any
 
 from meshlib.core.arguments import at, choice, flag, number, whole
 from meshlib.core.errors import GraphError
 from meshlib.core.shown import Shown
 from meshlib.layers.numerics import MIXED, Numerics, as_numerics
 from meshlib.layers.positions import RotaryScaling, check_scaling
+from meshlib.layers.routing import Routing
 from meshlib.models.experts import Experts
 from meshlib.models.latent import LatentAttention
 from meshlib.models.record import Config
@@ -190,6 +192,24 @@ class TransformerConfig(Shown, Config):
         from meshlib.models.counts import parameter_counts
 
         return parameter_counts(self)
+
+    def replace(self, **changes: Any) -> TransformerConfig:
+        """A copy with other values of some fields; fields of `Routing` change the routing of its experts.
+
+        Raises: GraphError for a field of `Routing` if the model has no experts.
+        Example:
+          >>> import meshlib as mtf
+          >>> mtf.models.preset("mixtral-8x7b").replace(shard_factor=2.0, vocab=32768).experts.routing.shard_factor
+          2.0
+        """
+        own = {f.name for f in fields(self)}
+        routing = {f.name: changes.pop(f.name) for f in fields(Routing) if f.name in changes and f.name not in own}
+        if routing:
+            experts = changes.get("experts", self.experts)
+            if experts is None:
+                raise GraphError(f"{at('replace')}: {', '.join(routing)}: a field of experts, which {self.name} lacks")
+            changes["experts"] = replace(experts, routing=replace(experts.routing, **routing))
+        return super().replace(**changes)
 
     def __repr__(self) -> str:
         sizes = f"{self.layers} layers, d_model {self.d_model}, {self.parameters:,} parameters"

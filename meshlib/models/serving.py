@@ -7,7 +7,7 @@ simulation runs one after the other, each with its own mesh and layout.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from layouts import Dimension, Shape
@@ -167,7 +167,7 @@ class _Serving:
             raise GraphError(
                 f"{at(self.what)}: group_size {size} does not divide {name} {count}: {count} % {size} = {count % size}"
             )
-        return c.replace(experts=replace(c.experts, routing=replace(c.experts.routing, group_size=size)))
+        return c.replace(group_size=size)
 
     def prefill(self, length: int) -> Step:
         """Build the prefill step."""

@@ -307,6 +307,16 @@ CHECKED = {
 }
 
 
+def test_notes_on_layouts_that_are_not_the_best_name_their_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    small = SMALL.replace("kv_heads=4", "kv_heads=2").split()
+    command = ["plan", "mixtral-8x7b", "--slice", "v5e-16", "--length", "64", *small]
+    assert main([*command, "--layout", "fsdp@fsdp:16", "--layout", "fsdp+expert@fsdp:2;expert:8"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert re.search(r" 4 \S+ ms \S+ \S+ GiB full fsdp\+expert fsdp:2;expert:8 note on 4: each of 8 shards", out)
+    assert main([*command, "--layout", "fsdp+expert@fsdp:2;expert:8", "--set", "shard_factor=2.0"]) == 0
+    assert "worst case" not in capsys.readouterr().out
+
+
 def test_a_plan_in_microbatches_is_emitted_as_python_and_for_maxtext(capsys: pytest.CaptureFixture[str]) -> None:
     plan = f"plan gpt2 --slice v5e-8 --layout fsdp@fsdp:8 {SMALL} --batch 32 --length 64 {STEP}"
     _, source, _ = run(f"{plan} --emit python", capsys)

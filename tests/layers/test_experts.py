@@ -487,8 +487,7 @@ def test_dims_and_masks_that_do_not_fit() -> None:
 def test_what_is_kept_of_an_exchange_is_its_result() -> None:
     """Computed again a layer exchanges its tokens twice more; not if both results are kept by name."""
     config = mtf.models.preset("mixtral-8x7b")
-    assert config.experts is not None
-    config = config.replace(experts=replace(config.experts, routing=replace(config.experts.routing, shard_factor=1.25)))
+    config = config.replace(shard_factor=1.25)
     counts: dict[str | mtf.Remat, dict[str, int]] = {}
     for remat in ("full", mtf.Remat(save=["dispatched", "combined"])):
         with mtf.Graph():
@@ -500,3 +499,23 @@ def test_what_is_kept_of_an_exchange_is_its_result() -> None:
     full, kept = counts.values()
     assert full == {"forward": 2 * config.layers, "backward": 4 * config.layers}
     assert kept == {"forward": 2 * config.layers, "backward": 2 * config.layers}
+
+
+def test_rows_for_the_worst_case_are_noted_with_what_limits_them() -> None:
+    """A shard of one of 8 experts may be chosen by every token, where 2 / 8 of them choose it on the mean."""
+    config = mtf.models.preset("mixtral-8x7b").reduced()
+
+    def notes(config: mtf.models.TransformerConfig, layout: str, mesh: str) -> list[str]:
+        with mtf.Graph():
+            loss = mtf.models.transformer(config, 8, 16).loss
+        program = mtf.lower(loss, mesh=mesh, layout=mtf.models.layout(layout, config, mesh))
+        return [note for note in program.notes if "worst case" in note]
+
+    (note,) = notes(config, "expert", "expert:8")
+    assert "each of 8 shards of 'experts' has rows for the worst case, 4 times the mean" in note
+    assert "shard_factor=2.0" in note
+    assert not notes(config.replace(shard_factor=2.0), "expert", "expert:8")
+    assert not notes(config, "expert", "expert:2")  # twice the mean at most
+    assert not notes(config, "data", "data:8")
+    with pytest.raises(mtf.GraphError, match="shard_factor: a field of experts, which gpt2 lacks"):
+        mtf.models.preset("gpt2").replace(shard_factor=2.0)
