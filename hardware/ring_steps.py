@@ -13,6 +13,7 @@ Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69(2
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -30,7 +31,8 @@ Array = NDArray[Any]
 Held = tuple[tuple[Array | None, ...], ...]  # [node][block]; None: the node has no part of it
 
 KINDS = tuple([name for name, kind in COLLECTIVE_KINDS.items() if kind.is_staged])
-SHOWN = 4  # elements shown of each block
+SHOWN = 4  # most elements shown of each block
+WIDTH = 80  # columns of text
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +60,9 @@ class RingStep:
         if not self.transfers:
             return "\n".join(["start", *_rows(self)])
         verb = "add" if self.transfers[0].adds else "take"
-        transfers = ", ".join(f"{t.sender} > {t.receiver}: block {t.block}" for t in self.transfers)
-        return "\n".join([f"step {self.number}, {self.phase}, receivers {verb} what comes: {transfers}", *_rows(self)])
+        transfers = [f"{t.sender} > {t.receiver}: block {t.block}" for t in self.transfers]
+        head = f"step {self.number}, {self.phase}, receivers {verb} what comes:"
+        return "\n".join([*_wrapped(head, transfers), *_rows(self)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,11 +84,13 @@ class RingRun:
 
     def __str__(self) -> str:
         nodes = " > ".join(map(str, [*range(len(self.results)), 0]))
-        head = f"{self.kind} on the ring {nodes}: {len(self.steps) - 1} steps. * arrived in this step, . nothing there"
-        return "\n\n".join([head, *map(str, self.steps)])
+        head = f"{self.kind} on the ring {nodes}: {len(self.steps) - 1} steps."
+        return "\n\n".join(
+            ["\n".join(_wrapped(head, ["* arrived in this step", ". nothing there"])), *map(str, self.steps)]
+        )
 
     def _repr_html_(self) -> str:
-        parts = [f"<p>{escape(str(self).partition(chr(10))[0])}</p>"]
+        parts = [f"<p>{escape(str(self).partition(2 * chr(10))[0])}</p>"]
         for step in self.steps:
             arrived = {(t.receiver, t.block) for t in step.transfers}
             rows = []
@@ -238,19 +243,33 @@ def _cell(text: str, new: bool) -> str:
     return f"<td style='{style}'>{escape(text)}</td>"
 
 
-def shown(block: Array | None) -> str:
-    """A block as the text of a table cell: as many elements as fit; "." for None."""
+def shown(block: Array | None, most: int = SHOWN) -> str:
+    """A block as the text of a table cell: up to `most` elements; "." for None."""
     if block is None:
         return "."
     if not block.size:  # with fewer elements than nodes
         return "-"
-    values = [f"{x:.4g}" for x in block.reshape(-1)[:SHOWN]]
-    return " ".join(values) + (" .." if block.size > SHOWN else "")
+    values = [f"{x:.4g}" for x in block.reshape(-1)[:most]]
+    return " ".join(values) + (" .." if block.size > most else "")
+
+
+def _wrapped(head: str, items: Sequence[str]) -> list[str]:
+    """The head and a list behind it, in lines that break between items."""
+    bound = ", ".join(item.replace(" ", "\xa0") for item in items)
+    return [line.replace("\xa0", " ") for line in textwrap.wrap(f"{head} {bound}", WIDTH, subsequent_indent="  ")]
 
 
 def _rows(step: RingStep) -> list[str]:
+    """A line for each node, with as many elements of each block as fit the width, at least one."""
+    tables = (_table(step, most) for most in range(SHOWN, 0, -1))
+    return next((rows for rows in tables if max(map(len, rows)) <= WIDTH), _table(step, 1))
+
+
+def _table(step: RingStep, most: int) -> list[str]:
     arrived = {(t.receiver, t.block) for t in step.transfers}
-    cells = [[shown(b) + "*" * ((node, n) in arrived) for n, b in enumerate(row)] for node, row in enumerate(step.held)]
+    cells = [
+        [shown(b, most) + "*" * ((node, n) in arrived) for n, b in enumerate(row)] for node, row in enumerate(step.held)
+    ]
     widths = [max(len(row[n]) for row in cells) for n in range(len(cells))]
     return [
         f"  node {node:<2}  " + "  ".join(c.ljust(w + 1) for c, w in zip(row, widths, strict=True)).rstrip()
