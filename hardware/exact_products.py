@@ -32,7 +32,7 @@ SMALLEST_PRODUCT = 2.0**-134  # the last of its 16 bits is still on the grid of 
 _MAGNITUDE, _LOWER_HALF, _INFINITY = np.uint32(0x7FFFFFFF), np.uint32(0xFFFF), np.uint32(0x7F800000)
 
 
-class Operands:
+class OperandCache:
     """Cache of values derived from operands that several products share, such as magnitudes and padded copies.
 
     Keys are an array's address, shape, strides and dtype. Arrays are kept alive, so that addresses are not reused, and
@@ -66,7 +66,7 @@ class Panel(NamedTuple):
 
 
 def multiply_exactly(
-    left: Array, right: Array, out: Array, rows: int, ordered: Ordered, operands: Operands | None = None
+    left: Array, right: Array, out: Array, rows: int, ordered: Ordered, operands: OperandCache | None = None
 ) -> bool:
     """Multiply in the order of addition of an array of `rows` rows, where BLAS is known to give the same bits.
 
@@ -94,7 +94,7 @@ def multiply_exactly(
     tiles = math.ceil(depth / tile)
     if sum(heights) * sum(widths) * tiles * tile > MOST_PADDING * height * width * depth:
         return False
-    operands = operands or Operands()
+    operands = operands or OperandCache()
     if not _products_are_exact(
         operands.of("magnitudes", left, _magnitudes), operands.of("magnitudes", right, _magnitudes)
     ):
@@ -133,7 +133,7 @@ def _runs(edges: list[int]) -> Iterator[tuple[int, int]]:
         begin += edge
 
 
-def _padded(operands: Operands, x: Array, height: int, width: int) -> Array:
+def _padded(operands: OperandCache, x: Array, height: int, width: int) -> Array:
     if x.shape[1:] == (height, width) and x.flags.c_contiguous:
         return x
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hardware.errors import HardwareError
-from hardware.exact_products import Operands, multiply_exactly
+from hardware.exact_products import OperandCache, multiply_exactly
 
 Array = NDArray[Any]
 
@@ -110,7 +110,7 @@ def _round_dense(x: Array, out: Array) -> None:
                 result[nan] = quiet
 
 
-def mxu_matmul(a: Array, b: Array, rows: int = 128, operands: Operands | None = None) -> Array:
+def mxu_matmul(a: Array, b: Array, rows: int = 128, operands: OperandCache | None = None) -> Array:
     """Matrix product in the order of addition of a weight-stationary array of `rows` rows.
 
     For every tile of `rows` consecutive k the partial sum begins at 0 and adds the products of

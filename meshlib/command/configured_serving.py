@@ -6,7 +6,7 @@ import argparse
 
 from hardware.slices import Slice
 from meshlib.command.configured import run_of
-from meshlib.command.serving import Asked
+from meshlib.command.serving import ServingTask
 from meshlib.core.text import wrapped
 from meshlib.models.maxtext.keys import READ
 from meshlib.models.maxtext.model import FLOATS
@@ -17,7 +17,7 @@ KERNELS = {"int8": "int8", "fp8": "float8_e4m3fn"}  # MaxText's `quantization` -
 PROMPT, CACHES = "max_prefill_predict_length", {"int8": "int8", "fp8": "float8_e4m3fn"}
 
 
-def asked_of(args: argparse.Namespace, where: Slice) -> Asked:
+def asked_of(args: argparse.Namespace, where: Slice) -> ServingTask:
     """The serving task of an inference configuration.
 
     The batch is fixed if an override gives it, else swept; layouts are searched, so keys that fix one are reported.
@@ -31,7 +31,7 @@ def asked_of(args: argparse.Namespace, where: Slice) -> Asked:
         batches = [max(1, round(s.number("per_device_batch_size") * where.devices))]
     numerics = run.config.numerics.unquantised
     weights = args.weights or KERNELS.get(s["quantization"]) or FLOATS[s["weight_dtype"]]
-    return Asked(
+    return ServingTask(
         run.config.replace(numerics=numerics, dropout=0.0), context, prompt, batches, weights,
         args.caches or _caches(run), _notes(run),
     )  # fmt: skip

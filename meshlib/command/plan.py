@@ -57,7 +57,7 @@ class PlannedLayout:
 
 
 @dataclass(frozen=True)
-class Asked:
+class WholeRunOptions:
     """Options of a whole run: arguments of `Estimate.run`, and the rate at which a host prepares examples."""
 
     how_long: dict[str, Any]
@@ -66,7 +66,7 @@ class Asked:
     input: HostInput | None = None
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Asked:
+    def of(cls, args: argparse.Namespace) -> WholeRunOptions:
         """The options of a command.
 
         Raises: GraphError for what does not go together.
@@ -91,11 +91,11 @@ class Asked:
         return est.run(**self.how_long, **more, evaluate_every=self.evaluate_every)
 
 
-NOTHING = Asked({})
+NOTHING = WholeRunOptions({})
 
 
 def planned(
-    subject: Subject, where: Slice, name: str, mesh: str, asked: Asked = NOTHING, **choices: object
+    subject: Subject, where: Slice, name: str, mesh: str, asked: WholeRunOptions = NOTHING, **choices: object
 ) -> PlannedLayout:
     """Lower and estimate one layout."""
     try:
@@ -111,7 +111,7 @@ def plans_of(
     where: Slice,
     layouts: Sequence[tuple[str, str]],
     remat: str | None,
-    asked: Asked = NOTHING,
+    asked: WholeRunOptions = NOTHING,
     progress: Callable[[int, int, str], None] = lambda done, total, text: None,
 ) -> list[PlannedLayout]:
     """All layouts, best first; unless remat is given, the best is also tried with the other policies."""

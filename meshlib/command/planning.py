@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hardware.slices import Slice
 from meshlib.command.choices import is_maxtext
 from meshlib.command.output import coloured, say, say_json, writable
-from meshlib.command.plan import Asked, PlannedLayout, json_of, next_commands, planned, plans_of, text_of
+from meshlib.command.plan import PlannedLayout, WholeRunOptions, json_of, next_commands, planned, plans_of, text_of
 from meshlib.command.subject import (
     Subject,
     completed_layouts,
@@ -71,7 +71,7 @@ def plan(args: argparse.Namespace) -> int:
 
 def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[PlannedLayout], Found | None]:
     """The subject, its plans (best first), and the search, if there was one."""
-    asked = Asked.of(args)
+    asked = WholeRunOptions.of(args)
     if is_maxtext(args):
         from meshlib.command.configured import configured
 
@@ -104,7 +104,7 @@ def _refuse_effort(args: argparse.Namespace) -> None:
 
 
 def _usual_plans(
-    args: argparse.Namespace, subject: Subject, where: Slice, asked: Asked
+    args: argparse.Namespace, subject: Subject, where: Slice, asked: WholeRunOptions
 ) -> tuple[Subject, list[PlannedLayout]]:
     """The layouts named, or the usual ones, ranked; a batch that was not asked for is halved until a layout fits."""
     first = subject
@@ -178,7 +178,7 @@ def searched_of(args: argparse.Namespace, subject: Subject, where: Slice) -> tup
     begins = subject.config is not None and not tried and not any(getattr(args, name, None) for name in further)
     if not begins:
         return subject, search_of(args, subject, where, tried)
-    subject, plans = _usual_plans(args, subject, where, Asked({}))
+    subject, plans = _usual_plans(args, subject, where, WholeRunOptions({}))
     names = dict.fromkeys((plan.name, plan.mesh) for plan in plans if plan.fits)
     return subject, search_of(args, subject, where, tried, [*names][:SEEDS])
 

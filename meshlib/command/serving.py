@@ -53,7 +53,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ServingTask:
     """A serving task: arguments of `mtf.serving`, and notes on what is left out."""
 
     config: TransformerConfig
@@ -65,7 +65,7 @@ class Asked:
     notes: tuple[str, ...] = ()
 
 
-def _asked(args: argparse.Namespace, where: Slice) -> Asked:
+def _asked(args: argparse.Namespace, where: Slice) -> ServingTask:
     """The task of a model by name or a config.json."""
     for flag in ("length", "remat"):
         if getattr(args, flag, None):
@@ -75,7 +75,7 @@ def _asked(args: argparse.Namespace, where: Slice) -> Asked:
         raise GraphError(f"{subject.name}: serve takes a Transformer of the library, a config.json or a MaxText file")
     context = args.context or min(CONTEXT, subject.config.max_length or CONTEXT)
     batches = [args.batch] if args.batch else None
-    return Asked(subject.config, context, args.prompt, batches, args.weights, args.caches)
+    return ServingTask(subject.config, context, args.prompt, batches, args.weights, args.caches)
 
 
 def _chosen(args: argparse.Namespace, result: Serving) -> ServingPoint | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hardware.exact_products import Operands
+from hardware.exact_products import OperandCache
 from hardware.numerics import mxu_matmul, round_to_bfloat16
 from meshlib.core.initializers import Key, fold, make_key
 from meshlib.core.spare_arrays import SpareArrays
@@ -38,7 +38,7 @@ class Engine:
     trips: tuple[int, ...] = ()
     shared: dict[Hashable, Any] | None = None
     spare: SpareArrays | None = None
-    operands: Operands | None = None
+    operands: OperandCache | None = None
 
     def key(self, name: str) -> Key:
         """The random key of the operation `name` in this step."""
@@ -64,7 +64,7 @@ class Engine:
         """A float32 intermediate of a kernel that feeds the MXU: rounded in place, unless the precision is highest."""
         return x if self.highest or x.dtype != np.float32 else round_to_bfloat16(x, out=x)
 
-    def matmul(self, a: Array, b: Array, out: Array, operands: Operands | None = None) -> None:
+    def matmul(self, a: Array, b: Array, out: Array, operands: OperandCache | None = None) -> None:
         """out[i] = a[i] @ b[i]: float32 products and sums (float64 for float64)."""
         if self.in_order:
             np.copyto(out, mxu_matmul(a, b, operands=operands))

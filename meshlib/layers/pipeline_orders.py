@@ -19,7 +19,7 @@ from meshlib.core.errors import GraphError
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
 
 
-class Task(NamedTuple):
+class StageTask(NamedTuple):
     """One forward or backward run of a stage on a microbatch in its `repeat`-th round."""
 
     kind: str
@@ -27,14 +27,14 @@ class Task(NamedTuple):
     repeat: int = 0
 
 
-Order = tuple[Task, ...]
+Order = tuple[StageTask, ...]
 Key = tuple[str, int, int, int]  # kind, microbatch, repeat, stage
 
 
 def gpipe(stages: int, microbatches: int, repeats: int) -> list[Order]:
     """All forwards, then all backwards, last microbatch first. With repeats, groups of microbatches take turns."""
-    forwards = [Task(FORWARD, m, r) for m, r in _rounds(stages, microbatches, repeats)]
-    backwards = [Task(BACKWARD, t.microbatch, t.repeat) for t in reversed(forwards)]
+    forwards = [StageTask(FORWARD, m, r) for m, r in _rounds(stages, microbatches, repeats)]
+    backwards = [StageTask(BACKWARD, t.microbatch, t.repeat) for t in reversed(forwards)]
     return [(*forwards, *backwards)] * stages
 
 
@@ -46,8 +46,8 @@ def one_forward_one_backward(stages: int, microbatches: int, repeats: int) -> li
             f"microbatches on {stages} stages: {microbatches} % {stages} = {microbatches % stages}; take "
             f"{-(-microbatches // stages) * stages} microbatches, or repeats=1"
         )
-    forwards = [Task(FORWARD, m, r) for m, r in _rounds(stages, microbatches, repeats)]
-    backwards = [Task(BACKWARD, m, repeats - 1 - r) for m, r in _rounds(stages, microbatches, repeats)]
+    forwards = [StageTask(FORWARD, m, r) for m, r in _rounds(stages, microbatches, repeats)]
+    backwards = [StageTask(BACKWARD, m, repeats - 1 - r) for m, r in _rounds(stages, microbatches, repeats)]
     orders = []
     for stage in range(stages):
         warmup = stages - 1 - stage if repeats == 1 else 2 * (stages - 1 - stage) + (repeats - 1) * stages
@@ -67,13 +67,13 @@ def zero_bubble(stages: int, microbatches: int, repeats: int, ahead: Callable[[i
     if repeats > 1:
         raise GraphError(f"{at('schedule')}: zero-bubble schedules have repeats=1, got {repeats}")
     counts = [{FORWARD: 0, BACKWARD: 0, WEIGHTS: 0} for _ in range(stages)]
-    orders: list[list[Task]] = [[] for _ in range(stages)]
+    orders: list[list[StageTask]] = [[] for _ in range(stages)]
     while any(c[WEIGHTS] < microbatches for c in counts):
         before = [dict(c) for c in counts]
         for stage, (was, count) in enumerate(zip(before, counts, strict=True)):
             kind = _next_kind(stage, stages, microbatches, before, ahead(stage), held)
             if kind is not None:
-                orders[stage].append(Task(kind, was[kind]))
+                orders[stage].append(StageTask(kind, was[kind]))
                 count[kind] += 1
     return [tuple(order) for order in orders]
 
@@ -115,7 +115,7 @@ KINDS: Mapping[str, Orders] = MappingProxyType(
 )
 
 
-def waits_for(task: Task, stage: int, stages: int, repeats: int) -> list[Key]:
+def waits_for(task: StageTask, stage: int, stages: int, repeats: int) -> list[Key]:
     """The tasks, with their stages, that a task depends on."""
     kind, microbatch, repeat = task
     if kind == WEIGHTS:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from meshlib.core.text import grid
-from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, KINDS, WEIGHTS, Key, Order, Task, waits_for
+from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, KINDS, WEIGHTS, Key, Order, StageTask, waits_for
 
 PerStage = float | Sequence[float]
 
@@ -16,7 +16,7 @@ PerStage = float | Sequence[float]
 class TimedTask(NamedTuple):
     """A task of one stage, from `start` to `end`."""
 
-    task: Task
+    task: StageTask
     start: float
     end: float
 
@@ -87,10 +87,10 @@ class TaskSchedule:
     # ------------------------------------------------------------ ticks
 
     @cached_property
-    def ticks(self) -> tuple[tuple[Task | None, ...], ...]:
+    def ticks(self) -> tuple[tuple[StageTask | None, ...], ...]:
         """Per tick, the task of each stage, if all tasks take one tick: the trips of the loop."""
         rows = self.runs(1, 1, 1) if self.splits else self.runs(1, 1)
-        table: list[list[Task | None]] = [[None] * self.stages for _ in range(int(max(r[-1].end for r in rows)))]
+        table: list[list[StageTask | None]] = [[None] * self.stages for _ in range(int(max(r[-1].end for r in rows)))]
         for stage, row in enumerate(rows):
             for task, start, _ in row:
                 table[int(start)][stage] = task
@@ -157,7 +157,7 @@ class TaskSchedule:
         return plot_tasks(self.runs(forward, backward, weights), self.summary, ax, "TaskSchedule.plot")
 
 
-def _cell(task: Task | None, repeats: int) -> str:
+def _cell(task: StageTask | None, repeats: int) -> str:
     if task is None:
         return "."
     turn = chr(ord("a") + task.repeat % 26) if repeats > 1 else ""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from meshlib.core.loop_record import Active
-from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Task
+from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, StageTask
 from meshlib.layers.pipeline_task_schedule import TaskSchedule, slots_of
 
 Array = np.ndarray[Any, Any]
@@ -38,7 +38,7 @@ class Ticks:
 
     # ------------------------------------------------------------ activity
 
-    def runs(self, kind: str, task: Task, stage: int) -> bool:
+    def runs(self, kind: str, task: StageTask, stage: int) -> bool:
         """True if a branch of this kind is part of a task of a stage."""
         plan = self.plan
         at_first = stage == 0 and task.repeat == 0
@@ -62,7 +62,7 @@ class Ticks:
         """The microbatch or the repeat of the running task; 0 if none of this kind runs."""
         return self._table(lambda task, _: getattr(task, part) if task.kind == kind else 0, 0, np.int32)
 
-    def _table(self, of: Callable[[Task, int], Any], idle: Any, dtype: Any) -> Array:
+    def _table(self, of: Callable[[StageTask, int], Any], idle: Any, dtype: Any) -> Array:
         rows = [[idle if task is None else of(task, n) for n, task in enumerate(row)] for row in self.plan.ticks]
         return np.array(rows, dtype)
 

@@ -27,7 +27,7 @@ from meshlib.lowering.shared_sums import Sharing, shared_sums
 from meshlib.lowering.simplification import Simplified, simplify
 from meshlib.lowering.strategies import Choice
 from meshlib.lowering.strategy_costs import Pricing
-from meshlib.lowering.values import Interned, Values, ValuesKey
+from meshlib.lowering.values import SharedValues, Values, ValuesKey
 from meshlib.program.signature import Signature, Signatures
 
 MOST = 1 << 13  # cached priced operations, and 8 times as many checked computations
@@ -41,7 +41,7 @@ class Prices:
     _of: dict[object, Pricing] = field(default_factory=dict)
     tables: dict[object, FactorGraph] = field(default_factory=dict)  # tables of the copies of alike tensors
     home_choices: dict[tuple[Signature, Sharding], Choice | None] = field(default_factory=dict)
-    interned: Interned = field(default_factory=Interned)
+    interned: SharedValues = field(default_factory=SharedValues)
     alike: dict[object, Values] = field(default_factory=dict)  # values of alike operations
 
     def of(self, signature: Signature, home: Sharding, binding: Binding, near: Near) -> Pricing:

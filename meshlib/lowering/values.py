@@ -40,7 +40,7 @@ class PlacedStrategy(NamedTuple):
 class ClassRows:
     """The placements of one tensor that each value of a variable needs or produces, grouped in classes of equal rows.
 
-    Equal rows at one balance are one object: see `Interned`.
+    Equal rows at one balance are one object: see `SharedValues`.
     """
 
     classes: Sequence[tuple[Any, ...]]
@@ -53,7 +53,7 @@ class ClassRows:
 
 
 @dataclass(eq=False)
-class Interned:
+class SharedValues:
     """Interns equal rows and recomputations, so that tables derived from them are found by identity."""
 
     _rows: dict[object, ClassRows] = field(default_factory=dict)
@@ -151,7 +151,7 @@ class Values:
     """The values of the variable of alike operations (`op` is one): costs, and placements needed and produced."""
 
     def __init__(
-        self, op: Operation, signature: Signature, key: ValuesKey, interned: Interned, balance: Balance
+        self, op: Operation, signature: Signature, key: ValuesKey, interned: SharedValues, balance: Balance
     ) -> None:
         self.op, self.signature, self.key = op, signature, key
         self._interned, self._balance = interned, balance

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hardware.collective_kinds import group_results
-from hardware.exact_products import Operands
+from hardware.exact_products import OperandCache
 from layouts import Mesh, Shape, Sharding, permute_pairs
 from layouts.plan import Step, gathered_axes
 from layouts.step_kinds import STEP_KINDS, Place
@@ -144,7 +144,7 @@ def _compute(program: Program, instruction: Compute, inputs: Sequence[Blocks], e
     """
     op = instruction.operation
     if op.opdef.kind in ON_MXU:
-        engine = replace(engine, operands=Operands())
+        engine = replace(engine, operands=OperandCache())
     factors = op.opdef.roles(op)
     axes: dict[str, tuple[str, ...]] = {}
     for axis, factor in instruction.assignment:

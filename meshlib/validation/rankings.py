@@ -20,7 +20,7 @@ _DIMS = ("layers", "d_model", "q_heads", "head_dim", "d_ff", "vocab", "experts")
 
 
 @dataclass(frozen=True)
-class Pair:
+class RankedPair:
     """Two runs of one model on one chip; `faster` was measured to be the faster one.
 
     Attributes:
@@ -45,7 +45,7 @@ class Pair:
         return f"{self.faster} before {self.slower}: {ratios}"
 
 
-def ranked_pairs(rows: Iterable[Checked]) -> tuple[Pair, ...]:
+def ranked_pairs(rows: Iterable[Checked]) -> tuple[RankedPair, ...]:
     """All pairs of training runs of one model on one chip with a measured order."""
     groups: dict[object, list[Checked]] = {}
     for row in rows:
@@ -55,7 +55,7 @@ def ranked_pairs(rows: Iterable[Checked]) -> tuple[Pair, ...]:
     return tuple(pair for pair in pairs if pair.measured_ratio > 1 + TIE)
 
 
-def share_right(pairs: Sequence[Pair]) -> float:
+def share_right(pairs: Sequence[RankedPair]) -> float:
     """Share of pairs in the measured order; nan without any."""
     return sum(pair.is_right for pair in pairs) / len(pairs) if pairs else float("nan")
 
@@ -67,12 +67,12 @@ def _model(row: Checked) -> object:
     return row.images.config
 
 
-def _pair(a: Checked, b: Checked) -> Pair:
+def _pair(a: Checked, b: Checked) -> RankedPair:
     if _rate(a, a.measured_seconds) < _rate(b, b.measured_seconds):
         a, b = b, a
     measured = _rate(a, a.measured_seconds) / _rate(b, b.measured_seconds)
     predicted = _rate(a, a.predicted_seconds) / _rate(b, b.predicted_seconds)
-    return Pair(a.name, b.name, _machine(a) == _machine(b), measured, predicted)
+    return RankedPair(a.name, b.name, _machine(a) == _machine(b), measured, predicted)
 
 
 def _rate(row: Checked, seconds: float | None) -> float:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from meshlib.core.text import grid, seconds_text
-from meshlib.validation.rankings import TIE, Pair, share_right
+from meshlib.validation.rankings import TIE, RankedPair, share_right
 from meshlib.validation.validating import Checked, Validation, absolute, percentile
 
 MISS = 0.1  # larger errors get a line on what is not modelled
@@ -86,7 +86,7 @@ def _measurements(title: str, rows: Sequence[Checked]) -> list[str]:
     return [*lines, _beside(f"{title}s" if title.endswith("k") else title, rows), ""]
 
 
-def _rankings(pairs: Sequence[Pair]) -> list[str]:
+def _rankings(pairs: Sequence[RankedPair]) -> list[str]:
     """The share of pairs in the measured order, and the pairs in the wrong order."""
     if not pairs:
         return []

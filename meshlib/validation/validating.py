@@ -37,7 +37,7 @@ from meshlib.validation.naive import naive_seconds, naive_without_chip_seconds
 from meshlib.validation.policies import NotExpressed
 from meshlib.validation.priced import Priced
 from meshlib.validation.published import ROWS
-from meshlib.validation.rankings import Pair, ranked_pairs
+from meshlib.validation.rankings import RankedPair, ranked_pairs
 from meshlib.validation.runs import Run, run_of
 from meshlib.validation.training import Prepared, prepare
 
@@ -124,7 +124,7 @@ class Validation:
         return absolute(self.scored, family=family)
 
     @property
-    def pairs(self) -> tuple[Pair, ...]:
+    def pairs(self) -> tuple[RankedPair, ...]:
         """Pairs of scored training runs of one model on one chip that have a measured order."""
         return ranked_pairs(self.scored)
 

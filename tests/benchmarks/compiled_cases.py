@@ -27,7 +27,7 @@ from hardware.slices import Slice
 from meshlib.core.errors import MissingError
 from meshlib.core.text import bytes_text, grid
 from meshlib.jax.compiling import result_of
-from meshlib.jax.compiling.messages import Answer, Failed, Task
+from meshlib.jax.compiling.messages import Answer, CompileTask, Failed
 from meshlib.jax.compiling.process import answers
 from meshlib.jax.compiling.topologies import require_tpu_compiler, topology_of
 
@@ -115,7 +115,7 @@ def answer(name: str, program: mtf.Program, slice_: Slice, folder: Path | None) 
         stored: Answer | Failed = pickle.loads(gzip.decompress(file.read_bytes()))
         return stored
     topology = topology_of(slice_)
-    task = Task((program,), (topology.name, topology.options), slice_.slices, {})
+    task = CompileTask((program,), (topology.name, topology.options), slice_.slices, {})
     compiled = next(iter(answers(task, lambda text: None, None)))
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)

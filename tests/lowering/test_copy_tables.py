@@ -12,7 +12,7 @@ import meshlib.lowering.copies as tables
 from layouts import Mesh, Shape, Sharding
 from meshlib.lowering import Balance
 from meshlib.lowering.elimination import FactorGraph
-from meshlib.lowering.values import Interned
+from meshlib.lowering.values import SharedValues
 
 SHAPE, MESH = Shape("b:8;d:8"), Mesh("x:2;y:4")
 PLACEMENTS = [
@@ -24,7 +24,7 @@ REGIONS = ("forward", "backward")
 
 def drawn(rng: random.Random) -> tables.Copies:
     """A tensor that is computed in forward, by some values of its variable in backward too, and used in both."""
-    interned = Interned()
+    interned = SharedValues()
     copies = tables.Copies(rng.choice(PLACEMENTS), 4, Balance(), regather=rng.random() < 0.5)
     makes: list[tuple[tuple[int, Sharding], ...]] = [((0, s),) for s in rng.sample(PLACEMENTS, 2)]
     makes += [((0, s), (1, rng.choice(PLACEMENTS))) for s in rng.sample(PLACEMENTS, 3)]

@@ -27,7 +27,7 @@ def step_film(est: Estimate, frames: int) -> Film:
     events = trace_events(est)
     named = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans = [
-        _Span(tracks[named[e["tid"]]], e["ts"] * 1e-6, (e["ts"] + e["dur"]) * 1e-6, e["name"])
+        _TimelineSpan(tracks[named[e["tid"]]], e["ts"] * 1e-6, (e["ts"] + e["dur"]) * 1e-6, e["name"])
         for e in events if e["ph"] == "X" and named[e["tid"]] in tracks
     ]  # fmt: skip
     length = est.step_seconds / count
@@ -43,7 +43,7 @@ def step_film(est: Estimate, frames: int) -> Film:
     return Film(tuple(pictures))
 
 
-class _Span(NamedTuple):
+class _TimelineSpan(NamedTuple):
     """An operation on the core (`axis` None) or a collective on a torus axis, from `begin` to `end`."""
 
     axis: int | None
@@ -56,7 +56,7 @@ class _Span(NamedTuple):
         return max(0.0, min(end, self.end) - max(begin, self.begin))
 
 
-def _work(spans: Sequence[_Span], begin: float, end: float) -> str:
+def _work(spans: Sequence[_TimelineSpan], begin: float, end: float) -> str:
     """The longest operation and the longest collective of an interval."""
     longest = []
     for on_core, what in ((True, "core"), (False, "links")):

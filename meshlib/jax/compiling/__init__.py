@@ -22,7 +22,7 @@ from meshlib.core.text import bytes_text
 from meshlib.estimation import estimate
 from meshlib.jax.compiling.matching import differences_of
 from meshlib.jax.compiling.memory import memory_of, refusal_of
-from meshlib.jax.compiling.messages import Answer, Failed, Task
+from meshlib.jax.compiling.messages import Answer, CompileTask, Failed
 from meshlib.jax.compiling.process import answers
 from meshlib.jax.compiling.result import Compiled
 from meshlib.jax.compiling.topologies import require_tpu_compiler, topology_of
@@ -94,7 +94,7 @@ def compile_for(
         named = topology_of(slice_)
         topology = named.name, named.options
         require_tpu_compiler()
-    task = Task(programs, topology, slice_.slices, {})
+    task = CompileTask(programs, topology, slice_.slices, {})
     results: list[Compiled] = []
 
     def tell(text: str) -> None:

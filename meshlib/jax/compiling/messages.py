@@ -9,7 +9,7 @@ from meshlib.program.records import Program
 
 
 @dataclass(frozen=True)
-class Task:
+class CompileTask:
     """Programs to compile, and the target devices; `topology` is None for CPUs."""
 
     programs: tuple[Program, ...]

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from meshlib.core.errors import GraphError, ProgramError
 from meshlib.core.subprocesses import describe_exit
-from meshlib.jax.compiling.messages import Answer, Began, Failed, Task
+from meshlib.jax.compiling.messages import Answer, Began, CompileTask, Failed
 from meshlib.jax.compiling.topologies import ENVIRONMENT
 
 TICK_SECONDS = 1.0  # seconds between progress messages about one program
@@ -24,7 +24,7 @@ TICK_SECONDS = 1.0  # seconds between progress messages about one program
 Tell = Callable[[str], None]
 
 
-def answers(task: Task, tell: Tell, timeout_seconds: float | None) -> Iterator[Answer | Failed]:
+def answers(task: CompileTask, tell: Tell, timeout_seconds: float | None) -> Iterator[Answer | Failed]:
     """The compiler's answer for each program, in order, as soon as it is available.
 
     Raises: GraphError for a program that can't be sent to another process; ProgramError if the process ends early or
@@ -61,7 +61,7 @@ def answers(task: Task, tell: Tell, timeout_seconds: float | None) -> Iterator[A
 
 
 def _messages(
-    process: subprocess.Popen[bytes], task: Task, tell: Tell, timeout_seconds: float | None, errors: IO[bytes]
+    process: subprocess.Popen[bytes], task: CompileTask, tell: Tell, timeout_seconds: float | None, errors: IO[bytes]
 ) -> Iterator[Answer | Failed]:
     inbox: queue.Queue[Any] = queue.Queue()
     threading.Thread(target=_read, args=(process.stdout, inbox), name="meshlib.compiled", daemon=True).start()
@@ -107,7 +107,7 @@ def _read(pipe: IO[bytes] | None, inbox: queue.Queue[Any]) -> None:
     inbox.put(None)
 
 
-def _environment(task: Task) -> dict[str, str]:
+def _environment(task: CompileTask) -> dict[str, str]:
     """This process's environment without JAX and XLA settings, plus those of the compiler."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "TPU_", "LIBTPU_"))}
     clean |= ENVIRONMENT

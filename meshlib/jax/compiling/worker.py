@@ -1,7 +1,7 @@
 """The compiling process: reads a task, compiles its programs for devices that need not be present, writes the results.
 
-Run as `python -m meshlib.jax.compiling.worker`. Standard input has one pickled `Task`; standard output gets pickled
-messages, each preceded by its length: for each program in turn `Began`, then an `Answer` or `Failed`.
+Run as `python -m meshlib.jax.compiling.worker`. Standard input has one pickled `CompileTask`; standard output gets
+pickled messages, each preceded by its length: for each program in turn `Began`, then an `Answer` or `Failed`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax.experimental import mesh_utils, serialize_executable, topologies
 
 import meshlib.jax.rows  # registers the library's own rows  # noqa: F401
 from meshlib.core.subprocesses import kill_when_closed
-from meshlib.jax.compiling.messages import Answer, Began, Failed, Task
+from meshlib.jax.compiling.messages import Answer, Began, CompileTask, Failed
 from meshlib.jax.executables import jax_versions
 from meshlib.jax.step import Step
 from meshlib.program.records import Program
@@ -31,7 +31,7 @@ from meshlib.program.records import Program
 MEMORY = ("argument", "output", "alias", "temp", "generated_code")
 
 
-def devices_of(task: Task) -> list[Any]:
+def devices_of(task: CompileTask) -> list[Any]:
     """The devices of the topology, or this process's CPUs."""
     if task.topology is None:
         return list(jax.devices("cpu"))
@@ -60,7 +60,7 @@ def arranged(devices: Sequence[Any], program: Program, slices: int) -> list[Any]
     return list(np.asarray(mesh, dtype=object).flat)
 
 
-def compiled(task: Task, number: int, devices: Sequence[Any], tell: Any) -> Answer:
+def compiled(task: CompileTask, number: int, devices: Sequence[Any], tell: Any) -> Answer:
     """Compile one program."""
     program = task.programs[number]
     begun = time.process_time()
@@ -105,7 +105,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # library output must not mix with messages
     begun = time.process_time()
-    task: Task = pickle.load(sys.stdin.buffer)
+    task: CompileTask = pickle.load(sys.stdin.buffer)
     kill_when_closed(sys.stdin.fileno())
     threading.Thread(target=_end_with_parent, name="meshlib.parent", daemon=True).start()
     try:

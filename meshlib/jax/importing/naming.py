@@ -204,7 +204,7 @@ def name_all(axes: Axes, code: Code, leaves: Sequence[Leaf]) -> None:
     one dim twice, the second is `memory_<name>`, such as the keys' dim of attention, or `<name>_out` in a variable.
     Others are named after the first argument that has them, as in `wq_1`.
     """
-    _Names(axes, leaves).give(code)
+    _NameCandidates(axes, leaves).give(code)
 
 
 # Words that mark a variable without identifying it.
@@ -218,7 +218,7 @@ def _word(path: str) -> str:
     return next((part for part in reversed(telling) if part not in _PLAIN), telling[-1] if telling else "argument")
 
 
-class _Names:
+class _NameCandidates:
     def __init__(self, axes: Axes, leaves: Sequence[Leaf]) -> None:
         self.axes, self.leaves = axes, leaves
         self.of_variables = {d for leaf in leaves if leaf.variable for d in axes.flat(leaf.var.axes)}

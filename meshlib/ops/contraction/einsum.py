@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hardware.eight_bit import round_to_eight_bits
-from hardware.exact_products import Operands
+from hardware.exact_products import OperandCache
 from layouts import Dimension, Shape
 from meshlib.core.arguments import at, choice, items
 from meshlib.core.dtypes import FLOAT32, INT32, DType, as_dtype
@@ -110,7 +110,7 @@ def _product_of_bytes(block: Block, a: Array, b: Array) -> Array:
     return out
 
 
-def product_of_blocks(block: Block, a: Array, b: Array, *, operands: Operands | None = None) -> Array:
+def product_of_blocks(block: Block, a: Array, b: Array, *, operands: OperandCache | None = None) -> Array:
     """The product of the blocks of the first two operands, rounded as for the MXU, in the result's array.
 
     `operands`: shared by devices, of arrays that do not change while an instruction runs.

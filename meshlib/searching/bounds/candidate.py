@@ -38,7 +38,7 @@ from meshlib.program.instructions import Compute, Loop, Value
 from meshlib.program.records import Program, walk
 from meshlib.searching.bounds.critical_path import CriticalPath
 from meshlib.searching.bounds.dataflow import Flow
-from meshlib.searching.bounds.elements import NOTHING, Passing, Traffic, is_product
+from meshlib.searching.bounds.elements import NOTHING, ElementTraffic, Passing, is_product
 from meshlib.searching.bounds.products import Contraction, Operands, ProductKernel
 from meshlib.searching.bounds.split_products import SplitProducts
 from meshlib.searching.renamed_dims import Names, Passages
@@ -100,7 +100,7 @@ class Bounds:
         origins: dict[Program, Origins] = {}
         flow = Flow.of(whole, passages)
         reducible = set(flow.reducible)
-        traffic = Traffic.of(whole, passages, flow.full)
+        traffic = ElementTraffic.of(whole, passages, flow.full)
         for i, program, times in walk(whole):
             if not isinstance(i, Compute) or not is_product(i):
                 continue

@@ -42,7 +42,7 @@ NOTHING = Passing()
 
 
 @dataclass(frozen=True)
-class Traffic:
+class ElementTraffic:
     """HBM traffic between kernels on one device.
 
     Attributes:
@@ -55,9 +55,9 @@ class Traffic:
     beside: dict[Instruction, Passing] = field(default_factory=dict)
 
     @staticmethod
-    def of(whole: Program, passages: Passages, full: Container[Value]) -> Traffic:
+    def of(whole: Program, passages: Passages, full: Container[Value]) -> ElementTraffic:
         """Traffic of a program on one device; only values in `full`, which have no smaller factors, are counted."""
-        traffic = Traffic()
+        traffic = ElementTraffic()
         for product, uses, times in _kernels(whole, whole.memory_plan.in_place, 1):
             for v, size_bytes in uses:
                 if v not in full:
