@@ -46,7 +46,7 @@ class OperandCache:
         """`function(x)`, cached under the name `what`.
 
         Example:
-          >>> operands, x = Operands(), np.arange(4.0)
+          >>> operands, x = OperandCache(), np.arange(4.0)
           >>> operands.of("twice", x, lambda x: 2 * x) is operands.of("twice", x[:], lambda x: 3 * x)
           True
         """
