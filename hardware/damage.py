@@ -71,9 +71,9 @@ def read_damage(text: str) -> Damage:
                 "two chips, such as 0x0-0x1"
             )
         if match[2]:
-            links.append((_place(match[1]), _place(match[2])))
+            links.append((_coordinates(match[1]), _coordinates(match[2])))
         else:
-            chips.append(_place(match[1]))
+            chips.append(_coordinates(match[1]))
     return Damage(tuple(chips), tuple(links))
 
 
@@ -159,7 +159,7 @@ def _one_cut_for_each_axis(torus: Torus, links: Sequence[int]) -> bool:
     return all(torus.wrap[axis] and torus.shape[axis] > 2 and len(at) == 1 for axis, at in cuts.items())
 
 
-def _place(text: str) -> Coordinates:
+def _coordinates(text: str) -> Coordinates:
     return tuple(int(part) for part in text.split("x"))
 
 

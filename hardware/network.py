@@ -196,7 +196,7 @@ def best_placement(
             raise HardwareError(f"axes {list(demand.axes)} are not distinct axes of the mesh {sizes}")
     prices: dict[tuple[object, ...], float] = {}  # the price of a group depends on its factors alone
     best: tuple[tuple[tuple[str, tuple[PlacementFactor, ...]], ...], float] | None = None
-    for factors in factorings(slice_, sizes) if among is None else _given(among, slice_, sizes):
+    for factors in factorings(slice_, sizes) if among is None else _checked_placements(among, slice_, sizes):
         lies, seconds = dict(factors), 0.0
         for number, demand in enumerate(wanted):
             key = (number, *[lies[axis] for axis in demand.axes])
@@ -212,7 +212,7 @@ def best_placement(
     return Placement(slice_, best[0]), best[1]
 
 
-def _given(
+def _checked_placements(
     among: Sequence[Placement], slice_: Slice, sizes: Mapping[str, int]
 ) -> list[tuple[tuple[str, tuple[PlacementFactor, ...]], ...]]:
     for placement in among if isinstance(among, (list, tuple)) else [among]:
@@ -263,7 +263,7 @@ def _route(
     torus = tuple(_Leg(f, (f.size, wrap), _thinned(links, f, share)) for f, wrap in group if f.place >= 0)
     cores, slices = (math.prod(f.size for f, _ in group if f.place == place) for place in (CORES, DCN))
     size = math.prod(leg.factor.size for leg in torus)
-    ways, exchanges = _ways(torus), _exchanges(torus)
+    ways, exchanges = _staged_times(torus), _exchanges(torus)
     if rings is not None:
         whole = Links(links.bytes_per_second / share, links.hop_seconds)
         ways += twisted_ways(rings, whole)
@@ -271,7 +271,7 @@ def _route(
     return _Route(cores, torus, slices, size, ways, exchanges)
 
 
-def _apart(torus: Sequence[_Leg]) -> bool:
+def _on_distinct_axes(torus: Sequence[_Leg]) -> bool:
     """Whether parts of the data can take the factors in rotated orders: no two factors share a torus axis."""
     return len({leg.factor.place for leg in torus}) == len(torus) > 1
 
@@ -280,7 +280,7 @@ def _hops(torus: Sequence[_Leg]) -> int:
     return sum(leg.factor.stride * _steps(*leg.ring) for leg in torus)
 
 
-def _ways(torus: Sequence[_Leg]) -> tuple[StagedTime, ...]:
+def _staged_times(torus: Sequence[_Leg]) -> tuple[StagedTime, ...]:
     """Candidate algorithms for a reduce_scatter over torus factors."""
     if not torus:
         return ()
@@ -288,7 +288,7 @@ def _ways(torus: Sequence[_Leg]) -> tuple[StagedTime, ...]:
     # Order by an exchange argument: i before j pays if t_i (1 - 1/n_j) < t_j (1 - 1/n_i), t being seconds per byte.
     weight = [_affine(leg.ring, leg.link)[1] / (leg.ring[0] - 1) for leg in torus]
     ways = [_staged("in turn", [sorted(count, key=lambda axis: weight[axis])], torus)]
-    if _apart(torus):
+    if _on_distinct_axes(torus):
         ways.append(_staged("rotated", [tuple((part + j) % len(torus) for j in count) for part in count], torus))
     if len(torus) > 1 and all(leg.factor.stride == 1 for leg in torus):
         rings = tuple(leg.ring for leg in torus)
@@ -346,7 +346,7 @@ def _exchanges(torus: Sequence[_Leg]) -> tuple[StagedTime, ...]:
         busiest = max(busy.values())
         straight = ((float(longest), busiest / 2), (0.0, 1.2 * busiest))
         ways.append(StagedTime("routed", _hops(torus), (straight,), tuple(busy.items())))
-    if _apart(torus):  # at any time, each axis serves a different part
+    if _on_distinct_axes(torus):  # at any time, each axis serves a different part
         stage = tuple((a, b / len(torus)) for paths in per_axis for a, b in paths)
         ways.append(StagedTime("rotated", _hops(torus), (stage,) * len(torus), tuple(busy.items())))
     return tuple(ways)

@@ -173,7 +173,7 @@ def _begin(phase: Phase, arrays: Sequence[Array], pieces: Sequence[Sequence[Arra
 def _gathered(held: Held, first: int) -> Iterator[RingStep]:
     n = len(held)
     for t in range(n - 1):
-        transfers = tuple(BlockTransfer(i, (i + 1) % n, (i - t) % n, _there(held, i, (i - t) % n)) for i in range(n))
+        transfers = tuple(BlockTransfer(i, (i + 1) % n, (i - t) % n, _block(held, i, (i - t) % n)) for i in range(n))
         held = _after(held, transfers)
         yield RingStep(first + t, Phase.GATHER.value, transfers, held)
 
@@ -182,7 +182,7 @@ def _reduced(held: Held, first: int) -> Iterator[RingStep]:
     n = len(held)
     for t in range(n - 1):
         blocks = [(i - t - 1) % n for i in range(n)]
-        transfers = tuple(BlockTransfer(i, (i + 1) % n, b, _there(held, i, b), True) for i, b in enumerate(blocks))
+        transfers = tuple(BlockTransfer(i, (i + 1) % n, b, _block(held, i, b), True) for i, b in enumerate(blocks))
         held = _after(held, transfers)
         yield RingStep(first + t, Phase.REDUCE.value, transfers, held)
 
@@ -196,7 +196,7 @@ def _exchanged(held: Held, first: int, pieces: Sequence[Sequence[Array]]) -> Ite
         yield RingStep(first + t - 1, name, transfers, held)
 
 
-def _there(held: Held, node: int, block: int) -> Array:
+def _block(held: Held, node: int, block: int) -> Array:
     value = held[node][block]
     assert value is not None
     return value
@@ -206,7 +206,7 @@ def _after(held: Held, transfers: Sequence[BlockTransfer]) -> Held:
     """Each node's data once all transfers have arrived; a partial sum that was sent on is no longer held."""
     table = [list(row) for row in held]
     for t in transfers:
-        table[t.receiver][t.block] = t.value + _there(held, t.receiver, t.block) if t.adds else t.value
+        table[t.receiver][t.block] = t.value + _block(held, t.receiver, t.block) if t.adds else t.value
     for t in transfers:
         if t.adds:
             table[t.sender][t.block] = None

@@ -39,7 +39,7 @@ def arguments_of(function: Callable[..., Any], texts: Sequence[str]) -> Callable
     beside: Mapping[str, Any] = getattr(function, "__globals__", {})
     own = beside.get(f"{getattr(function, '__name__', '')}_arguments", beside.get("arguments"))
     if texts:
-        return lambda: _of_texts(texts)
+        return lambda: _arguments_of_texts(texts)
     if not callable(own):
         return None
 
@@ -57,7 +57,7 @@ def arguments_of(function: Callable[..., Any], texts: Sequence[str]) -> Callable
     return returned
 
 
-def _of_texts(texts: Sequence[str]) -> Mapping[str, Any]:
+def _arguments_of_texts(texts: Sequence[str]) -> Mapping[str, Any]:
     tree: dict[str, Any] = {}
     for text in texts:
         path, equals, value = (part.strip() for part in text.partition("="))

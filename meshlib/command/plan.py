@@ -270,7 +270,7 @@ def _remedies(subject: Subject, est: Estimate) -> list[str]:
 
     lines: list[str] = []
     for remedy in sorted(est.memory.remedies, key=has_flags, reverse=True)[:REMEDIES]:
-        text = f"{remedy.said(subject.remedy)}: saves about {bytes_text(remedy.gain_bytes)}"
+        text = f"{remedy.worded(subject.remedy)}: saves about {bytes_text(remedy.gain_bytes)}"
         lines += wrapped(text, " " * 13 + "- " if lines else "  do         - ", " ")
     return lines
 

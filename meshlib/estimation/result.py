@@ -200,14 +200,14 @@ class Estimate(Shown):
         Products that a backward pass computes again (recomputation), and those in the bubbles of a pipeline, count in
         `hfu` only.
         """
-        return self._of_peak(self.useful_flops)
+        return self._share_of_peak(self.useful_flops)
 
     @property
     def hfu(self) -> float:
         """Hardware FLOPs utilisation: `mfu` with all flops executed, duplicates and extra passes included. Modelled."""
-        return self._of_peak(self.flops)
+        return self._share_of_peak(self.flops)
 
-    def _of_peak(self, flops: float) -> float:
+    def _share_of_peak(self, flops: float) -> float:
         if not self.step_seconds:
             return 0.0
         return flops / self.step_seconds / self.slice.peak_flops_per_device

@@ -88,7 +88,7 @@ def torus(est: Estimate) -> str:
         head += paragraph(
             f"Filled: the chips of one group of mesh axis '{text(group)}' (size {size}), which sends most."
         )
-    tables = tag("div", _axes(est, sent) + _places(est), class_="beside")
+    tables = tag("div", _axes(est, sent) + _network_table(est), class_="beside")
     return section("torus", "Mesh on the torus", head, keys, tag("div", torus_picture(est) + tables, class_="row"))
 
 
@@ -178,7 +178,7 @@ def _axes(est: Estimate, sent: dict[str, float]) -> str:
     )
 
 
-def _places(est: Estimate) -> str:
+def _network_table(est: Estimate) -> str:
     seconds = est.engine_seconds
     rows = [
         (text(place_name(place)), f"{size:,}", text(seconds_text(seconds.get(engine_name(place), 0.0))),

@@ -147,11 +147,11 @@ class Search:
         """Known layouts not estimated yet; all are, so that the result is at least as good."""
         left: dict[int, None] = {}
         for numbers in self.known.values():
-            variants = [self._same(m) for n in numbers for m in (*self.lighter.get(n, ()), n)]
+            variants = [self._representative(m) for n in numbers for m in (*self.lighter.get(n, ()), n)]
             outcomes = [self.outcomes.get(n) for n in variants]
             if not any(o is not None and o.fits for o in outcomes):
                 left.update(dict.fromkeys(variants))
-        return [n for n in left if n not in self.outcomes and self._may_win(n) and self._open(n)]
+        return [n for n in left if n not in self.outcomes and self._may_win(n) and self._needs_estimate(n)]
 
     def _choose(self) -> list[int]:
         """Known layouts and neighbours of the leaders first, then by promise; the rest by bound, to close the gap."""
@@ -159,31 +159,31 @@ class Search:
         chosen: list[int] = []
         left = [n for n in self.order if n not in self.outcomes and self._may_win(n)]
         most = ROUND if self.values else FIRST
-        self._take(chosen, [n for n in left if n < self.first], most // 2)
+        self._extend(chosen, [n for n in left if n < self.first], most // 2)
         promising = sorted(left, key=self._promise)
-        self._take(chosen, self._beside(promising), most * 5 // 8)
-        near = self._looked_at(promising, chosen, POOL * most)
-        self._take(chosen, sorted(near, key=self._promise), most - most // 4)
-        self._take(chosen, sorted(left, key=self.bounds.__getitem__), most)
+        self._extend(chosen, self._neighbours_of_leaders(promising), most * 5 // 8)
+        near = self._first_that_may_win(promising, chosen, POOL * most)
+        self._extend(chosen, sorted(near, key=self._promise), most - most // 4)
+        self._extend(chosen, sorted(left, key=self.bounds.__getitem__), most)
         return chosen
 
-    def _take(self, chosen: list[int], among: Iterable[int], most: int) -> None:
+    def _extend(self, chosen: list[int], among: Iterable[int], most: int) -> None:
         """Add up to `most` candidates that need an estimate."""
         for n in among:
             if len(chosen) >= most or self._is_late():
                 break
-            if n not in chosen and self._open(n) and self._looked(n):
+            if n not in chosen and self._needs_estimate(n) and self._may_win_by_closer_bound(n):
                 chosen.append(n)
 
-    def _looked_at(self, order: Sequence[int], chosen: Sequence[int], most: int) -> list[int]:
+    def _first_that_may_win(self, order: Sequence[int], chosen: Sequence[int], most: int) -> list[int]:
         """The first `most` candidates of an order that could win by their closer bounds."""
         candidates: list[int] = []
         for place, n in enumerate(order):
             if len(candidates) == most or self._is_late():
                 break
-            if n not in chosen and self._open(n):
+            if n not in chosen and self._needs_estimate(n):
                 self._look_ahead(order, place)
-                if self._looked(n):
+                if self._may_win_by_closer_bound(n):
                     candidates.append(n)
         return candidates
 
@@ -192,7 +192,7 @@ class Search:
         tie = self.best * (1 + self.objective.error)
         return self.bounds[n] < (tie if n < self.first else self.best)
 
-    def _looked(self, n: int) -> bool:
+    def _may_win_by_closer_bound(self, n: int) -> bool:
         """Whether a candidate could win by its closer bound, too."""
         if self.objective.closer is not None and n not in self.bare:
             self.bare[n] = self.bounds[n]
@@ -239,7 +239,7 @@ class Search:
                     self.values.setdefault(part, []).append(value)
                     self.means[part] = sum(self.values[part]) / len(self.values[part])
 
-    def _beside(self, left: Sequence[int]) -> Iterator[int]:
+    def _neighbours_of_leaders(self, left: Sequence[int]) -> Iterator[int]:
         leaders = sorted((o.value, n) for n, o in self.outcomes.items() if o.fits)[:LEADERS]
         for _, leader in leaders:
             yield from (n for n in left if self._are_neighbours(n, leader))
@@ -259,7 +259,7 @@ class Search:
             return len(mine - other) == 1
         return abs(len(mine) - len(other)) == 1 and len(mine & other) >= min(len(mine), len(other)) - 1
 
-    def _open(self, n: int) -> bool:
+    def _needs_estimate(self, n: int) -> bool:
         """Whether a candidate needs an estimate; if not, its outcome is recorded."""
         if n in self.outcomes:
             return False
@@ -288,9 +288,9 @@ class Search:
 
     def _known_of(self, n: int) -> Outcome | None:
         """Outcome of a candidate, or of the one that it is equivalent to."""
-        return self.outcomes.get(self._same(n))
+        return self.outcomes.get(self._representative(n))
 
-    def _same(self, n: int) -> int:
+    def _representative(self, n: int) -> int:
         """A candidate, or the one that it is equivalent to."""
         outcome, c = self.outcomes.get(n), self.space[n]
         if outcome is None or outcome.state != ALIKE:

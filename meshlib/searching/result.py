@@ -248,7 +248,7 @@ class Found(Shown):
         if not self.ranking and not any(o.state == TOO_LARGE for o in self.outcomes):
             return f"nothing could be estimated: {self._advice()}"
         if not self.fits:
-            return f"nothing fits{self._least()}"
+            return f"nothing fits{self._smallest_memory()}"
         best = self.best
         chosen = "".join(f" {name}={value}" for name, value in best.candidate.choices)
         lines = [f"best: mesh {best.candidate.mesh}", f"      layout {best.candidate.layout or '(nothing is split)'}"]
@@ -261,7 +261,7 @@ class Found(Shown):
         """Cautions about the winner: see `meshlib.estimation.views.cautions`."""
         return tuple(cautions(self.estimate()))
 
-    def _least(self) -> str:
+    def _smallest_memory(self) -> str:
         """The memory of the smallest candidate."""
         if self.ranking:
             return f"; the least that was found is {bytes_text(_peak(self.ranking[0]))}"
@@ -297,7 +297,7 @@ class Found(Shown):
     def _row(self, rank: int, o: Outcome) -> tuple[str, ...]:
         c, f = o.candidate, o.figures
         assert f is not None
-        own = (f"{o.value:.4g}",) if self._own_column else ()
+        own = (f"{o.value:.4g}",) if self._shows_objective else ()
         fits = "" if f.fits else " !"
         chosen = (str(value) for _, value in c.choices)
         where = (c.slice.name,) if self._several else ()
@@ -310,13 +310,13 @@ class Found(Shown):
         return len({o.candidate.slice for o in self.outcomes}) > 1
 
     @property
-    def _own_column(self) -> bool:
+    def _shows_objective(self) -> bool:
         return self.objective.name not in ("step", "peak memory") or any(p.units != 1 for p in self.problems.values())
 
     def table(self, rows: int | None = SHOWN) -> str:
         """The ranking as text, the best `rows` or all: figures and mesh, then the layout and why it loses."""
         names = [name for name, _ in self.outcomes[0].candidate.choices]
-        own = (self.objective.name,) if self._own_column else ()
+        own = (self.objective.name,) if self._shows_objective else ()
         shown = self.ranking if rows is None else self.ranking[:rows]
         where = ("slice",) if self._several else ()
         head = ("", *own, "step*", "MFU*", "peak", *names, *where, "mesh")

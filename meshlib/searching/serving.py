@@ -213,8 +213,8 @@ class _Sweep:
             except LayoutError as fault:
                 skipped[name] = str(fault)
                 continue
-            largest[name] = self._most(first, mesh, rules, group)
-            of_layout = [*self._of_layout(first, mesh, rules, group, batches, largest[name])]
+            largest[name] = self._largest_batch(first, mesh, rules, group)
+            of_layout = [*self._fitting_points(first, mesh, rules, group, batches, largest[name])]
             points += of_layout
             if self.load is not None and of_layout:
                 loads.append(self._served(self.load, of_layout, mesh, rules))
@@ -266,7 +266,7 @@ class _Sweep:
         rules = layout("+".join(own), self.config, mesh) if own else LayoutRules("")
         return LayoutRules([*rules.rules, *LayoutRules("d_model:features" if "features" in parts else "").rules])
 
-    def _of_layout(
+    def _fitting_points(
         self, first: ServingPoint, mesh: Mesh, rules: LayoutRules, group: int, batches: Sequence[int] | None, most: int
     ) -> Iterator[ServingPoint]:
         """The points of a layout that fit."""
@@ -278,7 +278,7 @@ class _Sweep:
         for batch in tried:
             yield first if batch == group else replace(first, batch=batch, decode=self._decode(mesh, rules, batch))
 
-    def _most(self, first: ServingPoint, mesh: Mesh, rules: LayoutRules, group: int) -> int:
+    def _largest_batch(self, first: ServingPoint, mesh: Mesh, rules: LayoutRules, group: int) -> int:
         """The largest multiple of `group` that fits: memory grows almost linearly, so it is guessed and checked."""
         if not first.fits:
             return 0

@@ -255,8 +255,8 @@ class Serving(Shown):
     def _draw(self, axes: Any) -> None:
         for name in dict.fromkeys(p.name for p in self.points):
             line = [p for p in self.points if p.name == name]
-            axes.plot(*self._places(line), marker="o", markersize=3, linewidth=1, label=name)
-        x, y = self._places(self.frontier)
+            axes.plot(*self._coordinates(line), marker="o", markersize=3, linewidth=1, label=name)
+        x, y = self._coordinates(self.frontier)
         axes.plot(x, y, color="black", linewidth=2, zorder=0, label="frontier")
         for p, left, up in zip(self.frontier, x, y, strict=True):
             axes.annotate(str(p.batch), (left, up), textcoords="offset points", xytext=(4, -10), fontsize=7)
@@ -274,7 +274,7 @@ class Serving(Shown):
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=7, frameon=False)
 
-    def _places(self, points: Sequence[ServingPoint]) -> tuple[list[float], list[float]]:
+    def _coordinates(self, points: Sequence[ServingPoint]) -> tuple[list[float], list[float]]:
         chips = self.slice.chips
         return [1e3 * p.token_seconds for p in points], [p.tokens_per_second / chips for p in points]
 

@@ -149,7 +149,7 @@ def _compute(program: Program, instruction: Compute, inputs: Sequence[Blocks], e
     axes: dict[str, tuple[str, ...]] = {}
     for axis, factor in instruction.assignment:
         axes[factor] = (*axes.get(factor, ()), axis)
-    places = _places(program.mesh, factors, axes, op)
+    places = _block_starts(program.mesh, factors, axes, op)
     split, moving = summary_factor(factors, axes), run_factors(factors, axes)
     types = tuple(x.local for x in instruction.inputs)
     outs = tuple(y.local for y in instruction.outputs)
@@ -166,7 +166,7 @@ def _compute(program: Program, instruction: Compute, inputs: Sequence[Blocks], e
     return [[y[n] for y in results] for n in range(len(outs))]
 
 
-def _places(
+def _block_starts(
     mesh: Mesh, factors: Sequence[Factor], axes: Mapping[str, tuple[str, ...]], op: Operation
 ) -> list[dict[str, int]]:
     """For each device: factor -> global index at which the device's block begins."""
@@ -413,13 +413,13 @@ def _exchange(step: Step, parts: Blocks, dtype: DType) -> Blocks:
     def join(blocks: Sequence[Array]) -> Array:
         if kind.reduces:  # the block was flattened before it was cut
             return np.concatenate(blocks).reshape(parts[0].shape)
-        return _put_together(step, blocks) if dim is None else np.concatenate(blocks, axis=dim)
+        return _concatenate(step, blocks) if dim is None else np.concatenate(blocks, axis=dim)
 
     reduction = dict(step.before.pending)[step.axes[0]] if kind.reduces else "sum"
     return group_results(step.kind, parts, cut, join, reduction, dtype.rounded if dtype.is_rounded else None)
 
 
-def _put_together(step: Step, parts: Sequence[Array]) -> Array:
+def _concatenate(step: Step, parts: Sequence[Array]) -> Array:
     """Concatenate the blocks of a group along several dims."""
     sizes = [range(step.before.mesh.axis_size(a)) for a in step.axes]
     blocks = dict(zip(product(*sizes), parts, strict=True))

@@ -24,7 +24,7 @@ def report(v: Validation) -> str:
     lines += [*_measurements("inference", v.inference), *_rankings(v.pairs)]
     lines.append(f"compiler: {v.compiler}, with what rows say of theirs")
     if v.scored:
-        lines.append(_beside("all", v.scored))
+        lines.append(_group_line("all", v.scored))
     apart = [r for r in v.rows if r.apart and r.error is not None]
     if apart:
         lines += ["", f"predicted, but no measure of the model: {len(apart)} rows"]
@@ -48,7 +48,7 @@ def _training(v: Validation) -> list[str]:
     for what, title in _PREDICTIONS.items():
         errors = absolute(v.training, what)
         if errors:
-            lines.append(f"training, {title}: {_of(errors)}")
+            lines.append(f"training, {title}: {_error_summary(errors)}")
     lines.append(
         "the naive rule knows what it predicts: each run is among those whose median it takes, and a chip with one run "
         "is predicted by itself; without the chip it is as blind as the model"
@@ -68,7 +68,7 @@ def _images(v: Validation) -> list[str]:
     head = ("residual network", "chip", "predicted", "measured", "error", "chip left out", "naive", "naive, left out")
     cells = [(r.name, r.chip, *_times(r), *(_percent(r.error_of(what)) for what in _PREDICTIONS)) for r in v.images]
     lines = grid([head, *cells], right=tuple(range(2, 8)), spare=(7, 5))
-    lines += ["", _beside("residual networks, by the constants above, which were not fitted to them", v.images)]
+    lines += ["", _group_line("residual networks, by the constants above, which were not fitted to them", v.images)]
     for r in v.images:
         if r.images is not None and r.images.assumed:
             lines.append(f"  left open by {r.name}: {'; '.join(r.images.assumed)}")
@@ -82,8 +82,8 @@ def _measurements(title: str, rows: Sequence[Checked]) -> list[str]:
     cells = [(r.name, r.family, *_times(r), *map(_percent, (r.error, r.error_of("naive_seconds")))) for r in rows]
     lines = grid([head, *cells], right=(2, 3, 4, 5))
     for family in dict.fromkeys(r.family for r in rows):
-        lines.append(_beside(family, [r for r in rows if r.family == family]))
-    return [*lines, _beside(f"{title}s" if title.endswith("k") else title, rows), ""]
+        lines.append(_group_line(family, [r for r in rows if r.family == family]))
+    return [*lines, _group_line(f"{title}s" if title.endswith("k") else title, rows), ""]
 
 
 def _rankings(pairs: Sequence[RankedPair]) -> list[str]:
@@ -108,19 +108,19 @@ def _times(r: Checked) -> tuple[str, str]:
 
 def _groups(kind: str, rows: Sequence[Checked], key: Callable[[Checked], str]) -> list[str]:
     names = dict.fromkeys(map(key, rows))
-    return [f"  {kind} {_beside(name, [r for r in rows if key(r) == name])}" for name in names]
+    return [f"  {kind} {_group_line(name, [r for r in rows if key(r) == name])}" for name in names]
 
 
-def _beside(title: str, rows: Sequence[Checked]) -> str:
+def _group_line(title: str, rows: Sequence[Checked]) -> str:
     """Errors of a group, with the medians of other predictions beside them."""
-    line = f"{title}: {_of(absolute(rows))}"
+    line = f"{title}: {_error_summary(absolute(rows))}"
     left, naive = absolute(rows, "left_out_seconds"), absolute(rows, "naive_seconds")
     others = [f"chip left out {statistics.median(left):.1%}"] if left else []
     others += [f"naive {statistics.median(naive):.1%}"] if naive else []
     return f"{line}; {', '.join(others)}" if others else line
 
 
-def _of(errors: Sequence[float]) -> str:
+def _error_summary(errors: Sequence[float]) -> str:
     median, most = statistics.median(errors), percentile(errors, 0.9)
     return f"{len(errors)} rows, median error {median:.1%}, 90th percentile {most:.1%}"
 

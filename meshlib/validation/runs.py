@@ -171,7 +171,7 @@ def run_of(row: Row) -> Run:
         evaluation=evaluation,
         measured_seconds=seconds,
         submission=submission,
-        apart=_apart(row, model),
+        apart=_why_apart(row, model),
     )
     experts, routed = experts_of(row, model)
     run = replace(run, experts=experts)
@@ -298,7 +298,7 @@ def _attention(row: Row, chip: Chip) -> str:
     return "flash" if "flash" in str(row.get("note", "")).lower() or chip.year >= FLASH_SINCE else "materialised"
 
 
-def _apart(row: Row, model: Mapping[str, Any]) -> str:
+def _why_apart(row: Row, model: Mapping[str, Any]) -> str:
     """Why a row can be predicted but is no measure of the model."""
     if str(row.get("usability", "A")).startswith("C"):
         return "the row itself is marked as of little use"

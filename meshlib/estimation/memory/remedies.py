@@ -52,9 +52,9 @@ class Remedy:
     @property
     def what(self) -> str:
         """The change, in words."""
-        return self.said(lambda part: part)
+        return self.worded(lambda part: part)
 
-    def said(self, words: Callable[[str], str]) -> str:
+    def worded(self, words: Callable[[str], str]) -> str:
         """The change, with each part worded by `words`."""
         together = "together: " if len(self.parts) > 1 else ""
         return together + "; and ".join(map(words, self.parts))
@@ -209,7 +209,7 @@ def _rules(program: Program, live: list[Value], kinds: Mapping[Value, str], lega
                 rule = f"{scope}{dim}:{axis}{'' if scope else '?'}"
                 change = _split(program, dim, axis)
                 more = 0 if scope else _gathered_bytes(program, change, program.mesh.axis_size(axis))
-                change = _of_slots(change, kinds) if scope else change
+                change = _only_slots(change, kinds) if scope else change
                 ideas.append(_Idea(f"layout rule '{rule}' {note}", change, f"axis {axis}", more, rule=rule))
             gains = {i: sum(map(partial(_gain, i.change), live)) - i.more_bytes for i in ideas}
             better = sorted((i for i in ideas if gains[i] > 0), key=lambda i: -gains[i])
@@ -255,7 +255,7 @@ def _split(program: Program, dim: str, axis: str) -> Change:
     return change
 
 
-def _of_slots(change: Change, kinds: Mapping[Value, str]) -> Change:
+def _only_slots(change: Change, kinds: Mapping[Value, str]) -> Change:
     """The change restricted to slots and gradients outside loops."""
     return lambda v: change(v) if kinds.get(v) in ("slots", "gradients") else None
 

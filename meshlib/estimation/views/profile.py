@@ -186,7 +186,7 @@ class Profile(Shown):
             blocks.append(self._view("line", "your line", rows))
         if len(self.by("line")) <= FEW:  # a library model is a single line of the user's program
             blocks.append(self._view("operation", "operation", rows))
-        blocks.append(["* modelled: shares of the step, each moment given to what bounds it", *self._beside()])
+        blocks.append(["* modelled: shares of the step, each moment given to what bounds it", *self._measured_lines()])
         return "\n\n".join("\n".join(lines) for lines in blocks)
 
     def plot(self, ax: Any = None, view: str | None = None) -> Any:
@@ -282,7 +282,7 @@ class Profile(Shown):
             )
         return tuple(cells)
 
-    def _beside(self) -> list[str]:
+    def _measured_lines(self) -> list[str]:
         if self.measured is None:
             return []
         m = self.measured

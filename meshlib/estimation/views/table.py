@@ -28,7 +28,7 @@ def table(est: Estimate, rows: int | None) -> str:
         "",
         *_bounds(est),
         f"compiler: {est.compiler}; overlap of collectives: {est.compiler.overlap}",
-        *_placed(est),
+        *_placement_lines(est),
         *filter(None, [twisting(est)]),
         *_unpublished(est),
     ]
@@ -157,7 +157,7 @@ def _bounds(est: Estimate) -> list[str]:
     ]
 
 
-def _placed(est: Estimate) -> list[str]:
+def _placement_lines(est: Estimate) -> list[str]:
     return str(est.placement).splitlines()
 
 

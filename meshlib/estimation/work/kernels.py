@@ -123,7 +123,7 @@ def kernel_of(
     main = next((i for i in members if is_matmul(i)), None) or next(large, members[-1])
     matmuls, flops, useful, ops, padded_ops, narrow = [], 0, 0.0, 0, 0.0, 0.0
 
-    def again(i: Instruction) -> bool:
+    def is_recomputed(i: Instruction) -> bool:
         return i.operation.name in forward and (region or i.operation.region) != FORWARD
 
     attention = attention_of(program, main) if main.operation.opdef.scores and isinstance(main, Compute) else None
@@ -139,9 +139,9 @@ def kernel_of(
         if is_matmul(i):
             product = matmul_of(program, i)
             matmuls.append((product, operand_itemsizes(i, stored.itemsize)))
-            useful += useful_flops(program, i, again(i)) / product.passes
+            useful += useful_flops(program, i, is_recomputed(i)) / product.passes
     if attention is not None and isinstance(main, Compute):
-        useful += flops / attention.passes * attention.useful * share_useful(program, main, again(main))
+        useful += flops / attention.passes * attention.useful * share_useful(program, main, is_recomputed(main))
     passed, spared = quantised.moved(main, stored) if is_matmul(main) else (0, 0)
     boundary = boundary_of(members, stored, in_place)
     free = all(_is_free(i) for i in members)

@@ -149,12 +149,12 @@ def at_hand(product: Compute, members: Sequence[Instruction], held: set[Value]) 
     """For rows and columns of a product: whether they depend only on values present from the start."""
     maker = {y: i for i in members for y in i.outputs}
 
-    def here(x: Value) -> bool:
+    def is_available(x: Value) -> bool:
         producer = maker.get(x)
-        return x in held if producer is None else all(here(z) for z in producer.inputs)
+        return x in held if producer is None else all(is_available(z) for z in producer.inputs)
 
     first, second = rows_first(product)
-    return here(first), here(second)
+    return is_available(first), is_available(second)
 
 
 def attention_of(program: Program, instruction: Instruction) -> Attention:

@@ -76,14 +76,14 @@ def _between(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind:
 @lru_cache(maxsize=1 << 16)
 def _seconds(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: str, size: float) -> float:
     names = [f"a{n}" for n in axes]
-    placements = _placed(slice_, sizes, axes)
+    placements = _distinct_placements(slice_, sizes, axes)
     return min((collective_cost(p, kind, names, size).seconds for p in placements), default=0.0)
 
 
 @lru_cache(maxsize=1 << 14)
 def _wire(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: str) -> float:
     least = float("inf")
-    for p in _placed(slice_, sizes, axes):
+    for p in _distinct_placements(slice_, sizes, axes):
         for size in SIZES:
             cost = collective_cost(p, kind, [f"a{n}" for n in axes], size)
             least = min(least, max((busy for _, busy in cost.busy_seconds), default=0.0) / size)
@@ -91,7 +91,7 @@ def _wire(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: st
 
 
 @lru_cache(maxsize=1 << 14)
-def _placed(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Placement, ...]:
+def _distinct_placements(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Placement, ...]:
     """Placements of a mesh of these sizes, one for each distinct mapping of some of its axes, on any torus axes."""
     chosen = [f"a{n}" for n in axes]
     placements: dict[tuple[object, ...], Placement] = {}

@@ -78,7 +78,7 @@ class CriticalPath:
         owns: list[Floats] = []
         heads: list[tuple[float, float]] = []
         for number, edges in enumerate(flow.edges):
-            own, since_start = self._own(flow, number)
+            own, since_start = self._node_seconds(flow, number)
             owns.append(own)
             begin, last_piece = np.zeros(len(own)), np.zeros(len(own))
             for edge in edges:
@@ -89,7 +89,7 @@ class CriticalPath:
             end = np.maximum(begin + own, last_piece)
             ends.append(np.maximum(end, since_start) if begins else end)
         longest = max((float(end.min()) for end in ends), default=0.0)
-        return max([longest, _one_by_one(heads), *(self._serial(flow, owns, n) for n in range(len(self.axes)))])
+        return max([longest, _serial_end(heads), *(self._serial(flow, owns, n) for n in range(len(self.axes)))])
 
     def _serial(self, flow: Flow, owns: Sequence[Floats], axis: int) -> float:
         """Lower bound by serialising all computation and the core's waits for collectives over one axis.
@@ -131,7 +131,7 @@ class CriticalPath:
 
     # ------------------------------------------------------------ nodes
 
-    def _own(self, flow: Flow, number: int) -> tuple[Floats, Floats]:
+    def _node_seconds(self, flow: Flow, number: int) -> tuple[Floats, Floats]:
         """For each choice of splits: a node's own seconds, and its earliest end if the program starts at 0."""
         node = flow.nodes[number]
         if node.loop is not None:
@@ -210,7 +210,7 @@ class CriticalPath:
         name = self.axes[axis][0]
         return next((d.name for d in placed.shape if name in sharding.of(d.name)), WHOLE)
 
-    def _left(self, node: Node, axis: int) -> Sequence[str]:
+    def _result_forms(self, node: Node, axis: int) -> Sequence[str]:
         """The form of a node's result over an axis, under each choice."""
         if node.placed is not None:
             return (self._home(node.placed, axis),)
@@ -281,7 +281,7 @@ class CriticalPath:
         """Collectives (as indices into KINDS) for each pair of choices of both ends."""
         key = edge, axis
         if key not in self._known:
-            left, needed = self._left(source, axis), self._needed(target, edge, axis)
+            left, needed = self._result_forms(source, axis), self._needed(target, edge, axis)
             self._known[key] = np.array([[self._kind(a, b, edge) for b in needed] for a in left], np.int64)
         kinds: Ints = self._known[key]
         return kinds
@@ -342,10 +342,10 @@ def _both(seconds: Floats) -> tuple[Floats, Floats]:
     return seconds, seconds
 
 
-def _one_by_one(heads: Sequence[tuple[float, float]]) -> float:
+def _serial_end(heads: Sequence[tuple[float, float]]) -> float:
     """Earliest end of kernels that run one at a time, given (earliest begin, seconds) of each.
 
-    >>> _one_by_one([(0.0, 1.0), (5.0, 2.0), (6.0, 3.0)])
+    >>> _serial_end([(0.0, 1.0), (5.0, 2.0), (6.0, 3.0)])
     10.0
     """
     end = 0.0

@@ -72,11 +72,11 @@ class SplitProducts:
                 cuts[side] *= size
             key = cuts[0], cuts[1], cuts[2], cuts[3]
             if (n, key) not in self._cut:
-                self._cut[n, key] = self._of(n, key)
+                self._cut[n, key] = self._part_seconds(n, key)
             least = min(least, self._cut[n, key])
         return least
 
-    def _of(self, n: int, cuts: Cuts) -> float:
+    def _part_seconds(self, n: int, cuts: Cuts) -> float:
         """One device's part: the longer of computation, and of HBM traffic that nothing can prefetch."""
         kernel, count, beside = self.kernels[n]
         whole, chip = kernel.product, self.times.chip
