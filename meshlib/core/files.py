@@ -333,14 +333,14 @@ def _temporary(folder: str, name: str) -> tuple[BinaryIO, str]:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
         except FileExistsError:
             continue
-        file = io.BufferedWriter(_AnnouncedFile(path, "wb", opener=partial(_opened, descriptor)))
+        file = io.BufferedWriter(_AnnouncedFile(path, "wb", opener=partial(_given_descriptor, descriptor)))
         # Another writer may have removed the file as stale before it was locked.
         if _lock(descriptor, wait=True) is None or _is_same_file(descriptor, path):
             return file, path
         file.close()
 
 
-def _opened(descriptor: int, path: str, flags: int) -> int:
+def _given_descriptor(descriptor: int, path: str, flags: int) -> int:
     return descriptor
 
 

@@ -168,8 +168,8 @@ class Batching:
 class Batcher(ABC):
     """Collects examples one by one, and returns rows when they make a batch."""
 
-    def __init__(self, asked: Batching) -> None:
-        self.asked = asked
+    def __init__(self, batching: Batching) -> None:
+        self.batching = batching
 
     @abstractmethod
     def add(self, draw: int, example: Example) -> list[Row] | None:
@@ -191,13 +191,13 @@ class Batcher(ABC):
 class PlainRows(Batcher):
     """Each example is a row."""
 
-    def __init__(self, asked: Batching) -> None:
-        super().__init__(asked)
+    def __init__(self, batching: Batching) -> None:
+        super().__init__(batching)
         self.rows: list[Row] = []
 
     def add(self, draw: int, example: Example) -> list[Row] | None:
         self.rows.append([Drawn(draw, example)])
-        return self.flush() if len(self.rows) == self.asked.size else None
+        return self.flush() if len(self.rows) == self.batching.size else None
 
     def flush(self) -> list[Row] | None:
         rows, self.rows = self.rows, []
@@ -213,20 +213,20 @@ class PlainRows(Batcher):
 class Buckets(Batcher):
     """Each example is a row, with separate batches per length."""
 
-    def __init__(self, asked: Batching) -> None:
-        super().__init__(asked)
-        assert asked.lengths is not None
-        self.groups: list[list[Row]] = [[] for _ in next(iter(asked.lengths.values()))]
+    def __init__(self, batching: Batching) -> None:
+        super().__init__(batching)
+        assert batching.lengths is not None
+        self.groups: list[list[Row]] = [[] for _ in next(iter(batching.lengths.values()))]
 
     def add(self, draw: int, example: Example) -> list[Row] | None:
-        group = self.groups[self.asked.bucket(example)]
+        group = self.groups[self.batching.bucket(example)]
         group.append([Drawn(draw, example)])
-        return self._taken(group) if len(group) == self.asked.size else None
+        return self._pop(group) if len(group) == self.batching.size else None
 
     def flush(self) -> list[Row] | None:
-        return next((self._taken(group) for group in self.groups if group), None)
+        return next((self._pop(group) for group in self.groups if group), None)
 
-    def _taken(self, group: list[Row]) -> list[Row]:
+    def _pop(self, group: list[Row]) -> list[Row]:
         rows = list(group)
         group.clear()
         return rows
@@ -241,8 +241,8 @@ class Buckets(Batcher):
 class Packed(Batcher):
     """Packs each example into the first open row with space; if none has any, the fullest row is closed."""
 
-    def __init__(self, asked: Batching) -> None:
-        super().__init__(asked)
+    def __init__(self, batching: Batching) -> None:
+        super().__init__(batching)
         self.done: list[Row] = []
         self.open: list[Row] = []
 
@@ -254,26 +254,26 @@ class Packed(Batcher):
             return None
         self.open.append([new])
         if len(self.open) > OPEN_ROWS:
-            self.done.append(self.open.pop(max(range(OPEN_ROWS), key=lambda n: self._held(self.open[n]))))
-        return self._taken() if len(self.done) == self.asked.size else None
+            self.done.append(self.open.pop(max(range(OPEN_ROWS), key=lambda n: self._length(self.open[n]))))
+        return self._pop() if len(self.done) == self.batching.size else None
 
     def _fits(self, row: Row, example: Example) -> bool:
-        assert self.asked.lengths is not None
+        assert self.batching.lengths is not None
         return all(
             sum(len(drawn.example[name]) for drawn in row) + len(example[name]) <= sizes[-1]
-            for name, sizes in self.asked.lengths.items()
+            for name, sizes in self.batching.lengths.items()
         )
 
-    def _held(self, row: Row) -> int:
-        assert self.asked.lengths is not None
-        return sum(len(drawn.example[name]) for name in self.asked.lengths for drawn in row)
+    def _length(self, row: Row) -> int:
+        assert self.batching.lengths is not None
+        return sum(len(drawn.example[name]) for name in self.batching.lengths for drawn in row)
 
     def flush(self) -> list[Row] | None:
-        room = self.asked.size - len(self.done)
+        room = self.batching.size - len(self.done)
         self.done, self.open = self.done + self.open[:room], self.open[room:]
-        return self._taken() or None
+        return self._pop() or None
 
-    def _taken(self) -> list[Row]:
+    def _pop(self) -> list[Row]:
         rows, self.done = self.done, []
         return rows
 
@@ -288,10 +288,10 @@ def _draws(groups: Sequence[Sequence[Row]]) -> list[list[list[int]]]:
     return [[[drawn.draw for drawn in row] for row in group] for group in groups]
 
 
-def filled_up(rows: list[Row], asked: Batching) -> list[Row]:
+def filled_up(rows: list[Row], batching: Batching) -> list[Row]:
     """Rows padded to a batch: with empty rows for sequences, otherwise by repeating examples from the first on."""
-    short = asked.size - len(rows)
-    return rows + ([[] for _ in range(short)] if asked.lengths else [rows[n % len(rows)] for n in range(short)])
+    short = batching.size - len(rows)
+    return rows + ([[] for _ in range(short)] if batching.lengths else [rows[n % len(rows)] for n in range(short)])
 
 
 def _zeros(example: Example) -> Example:

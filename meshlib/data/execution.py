@@ -65,37 +65,37 @@ class Maker(Iterator[PreparedBatch]):
     # ------------------------------------------------------------ implementation
 
     def _from(self, place: IteratorPlace) -> Generator[PreparedBatch, None, None]:
-        data, asked = self.data, self.data.batching
-        if asked is None:
+        data, batching = self.data, self.data.batching
+        if batching is None:
             for draw, example in self._drawn(place.next):
                 if example is not None:
                     yield PreparedBatch(example, 1, IteratorPlace(draw + 1, []))
             return
-        plain = not data.maps and asked.lengths is None and data.source.stacks
+        plain = not data.maps and batching.lengths is None and data.source.stacks
         if (plain or self.rows is not None) and not place.pending:
-            yield from self._by_place(place.next, asked, plain)
+            yield from self._by_place(place.next, batching, plain)
             return
-        yield from self._batched(place, asked)
+        yield from self._batched(place, batching)
 
-    def _by_place(self, begin: int, asked: Batching, plain: bool) -> Iterator[PreparedBatch]:
+    def _by_place(self, begin: int, batching: Batching, plain: bool) -> Iterator[PreparedBatch]:
         """Batches whose examples are determined by their positions: directly from columns, or of some rows only."""
         while self.last is None or begin < self.last:
-            stop = begin + asked.size
+            stop = begin + batching.size
             epoch_ends = (begin // self.count + 1) * self.count
             end = min(stop, self.last or stop) if self.data.joined else min(stop, epoch_ends)
-            if end == stop or asked.remainder == "pad":
-                draws = begin + np.arange(asked.size) % (end - begin)
+            if end == stop or batching.remainder == "pad":
+                draws = begin + np.arange(batching.size) % (end - begin)
                 draws = draws if self.rows is None else draws[self.rows]
                 places = self.order.places(begin, end)[draws - begin]
-                columns = self.data.source.columns(places) if plain else self._mapped(draws, places, asked)
+                columns = self.data.source.columns(places) if plain else self._mapped(draws, places, batching)
                 if self.rows is not None:
-                    columns = {name: _scatter_rows(x, self.rows, asked.size) for name, x in columns.items()}
-                if asked.remainder == "pad":
-                    columns = _with_mask(columns, asked, end - begin)
-                yield self._finished(columns, end - begin, IteratorPlace(end, []))
+                    columns = {name: _scatter_rows(x, self.rows, batching.size) for name, x in columns.items()}
+                if batching.remainder == "pad":
+                    columns = _with_mask(columns, batching, end - begin)
+                yield self._map_batch(columns, end - begin, IteratorPlace(end, []))
             begin = end
 
-    def _mapped(self, draws: NDArray[np.int64], places: NDArray[np.int64], asked: Batching) -> Batch:
+    def _mapped(self, draws: NDArray[np.int64], places: NDArray[np.int64], batching: Batching) -> Batch:
         """The examples of some draws, mapped and stacked."""
         parts = [slice(n, n + CHUNK) for n in range(0, len(draws), CHUNK)]
         asks = [(draws[part].tolist(), places[part].tolist()) for part in parts]
@@ -104,10 +104,10 @@ class Maker(Iterator[PreparedBatch]):
         else:
             lists = [self.pool.answer(future) for future in [self.pool.ask(*ask) for ask in asks]]
         examples = [example for part in lists for example in part if example is not None]
-        return asked.stacked([Drawn(int(draw), example) for draw, example in zip(draws, examples, strict=True)])
+        return batching.stacked([Drawn(int(draw), example) for draw, example in zip(draws, examples, strict=True)])
 
-    def _batched(self, place: IteratorPlace, asked: Batching) -> Iterator[PreparedBatch]:
-        batcher = asked.batcher()
+    def _batched(self, place: IteratorPlace, batching: Batching) -> Iterator[PreparedBatch]:
+        batcher = batching.batcher()
         if place.pending:
             self._refill(batcher, place.pending)
         fresh = place.next  # begin of the epoch that has not yielded anything yet
@@ -116,15 +116,15 @@ class Maker(Iterator[PreparedBatch]):
         while True:
             if ends is not None and (not self.data.joined or ends == self.last):
                 while (rows := batcher.flush()) is not None:
-                    if len(rows) == asked.size or asked.remainder == "pad":
-                        yield self._of_rows(rows, asked, IteratorPlace(ends, batcher.pending()))
+                    if len(rows) == batching.size or batching.remainder == "pad":
+                        yield self._of_rows(rows, batching, IteratorPlace(ends, batcher.pending()))
                         fresh = ends
                 if ends - fresh >= self.count:
                     raise DataError(
                         f"data: {self.data} yields no batch from {self.count} examples, those of an epoch: filters "
                         "leave too few; take a smaller batch, or remainder='pad'"
                     )
-            elif ends is not None and ends - fresh >= self.count * max(1, asked.size) and self._none_left(batcher):
+            elif ends is not None and ends - fresh >= self.count * max(1, batching.size) and self._none_left(batcher):
                 raise DataError(f"data: {self.data} has no example left after filters and faults")
             drawn_example = next(drawn, None)
             if drawn_example is None:
@@ -133,19 +133,19 @@ class Maker(Iterator[PreparedBatch]):
             ends = draw + 1 if (draw + 1) % self.count == 0 else None
             rows = None if example is None else batcher.add(draw, example)
             if rows is not None:
-                yield self._of_rows(rows, asked, IteratorPlace(draw + 1, batcher.pending()))
+                yield self._of_rows(rows, batching, IteratorPlace(draw + 1, batcher.pending()))
                 fresh = draw + 1 if ends is None else ends
 
     def _none_left(self, batcher: Batcher) -> bool:
         return not any(row for group in batcher.pending() for row in group)
 
-    def _of_rows(self, rows: list[list[Drawn]], asked: Batching, after: IteratorPlace) -> PreparedBatch:
+    def _of_rows(self, rows: list[list[Drawn]], batching: Batching, after: IteratorPlace) -> PreparedBatch:
         full = len(rows)
         examples = sum(map(len, rows))
-        batch = asked.finished(filled_up(rows, asked), full)
-        return self._finished(batch, examples, after)
+        batch = batching.finished(filled_up(rows, batching), full)
+        return self._map_batch(batch, examples, after)
 
-    def _finished(self, batch: Batch, examples: int, after: IteratorPlace) -> PreparedBatch:
+    def _map_batch(self, batch: Batch, examples: int, after: IteratorPlace) -> PreparedBatch:
         for stage, mapped in enumerate(self.data.of_batches):
             mapped_batch = mapped(
                 batch,
@@ -201,9 +201,9 @@ def _scatter_rows(rows: Array, places: NDArray[np.int64], size: int) -> Array:
     return spread
 
 
-def _with_mask(batch: Batch, asked: Batching, full: int) -> Batch:
-    if asked.mask in batch:
+def _with_mask(batch: Batch, batching: Batching, full: int) -> Batch:
+    if batching.mask in batch:
         raise DataError(
-            f"batch: '{asked.mask}' is a field of the examples and the name of the mask; mask= names another"
+            f"batch: '{batching.mask}' is a field of the examples and the name of the mask; mask= names another"
         )
-    return {**batch, asked.mask: (np.arange(asked.size) < full).astype(np.float32)}
+    return {**batch, batching.mask: (np.arange(batching.size) < full).astype(np.float32)}

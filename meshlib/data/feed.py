@@ -108,9 +108,10 @@ class Feed(Iterator[Batch]):
         Returns: whether this is possible: not if examples are dropped, packed or bucketed, since the rows of a process
           are unknown in advance, or if functions are mapped over batches, since these may use all rows.
         """
-        data, asked = self.data, self.data.batching
+        data, batching = self.data, self.data.batching
         left_out = any(m.filters for m in data.maps) or not data.source.complete
-        if asked is None or asked.lengths is not None or asked.size != len(rows) or left_out or data.of_batches:
+        by_row = batching is not None and batching.lengths is None and batching.size == len(rows)
+        if not by_row or left_out or data.of_batches:
             return False
         self._stop()
         self._rows = np.flatnonzero(rows)
@@ -186,7 +187,7 @@ class Feed(Iterator[Batch]):
         maker.examples, maker.seconds = before.made_examples, before.made_seconds
         # Threads refer to the maker alone, so that this iterator can be collected while they run.
         self._ahead = Ahead(maker, self.data.ahead, "meshlib.data") if self.data.ahead else None
-        self._end = weakref.finalize(self, _ended, maker, self._ahead)
+        self._end = weakref.finalize(self, _close, maker, self._ahead)
 
     def _stop(self) -> None:
         _ = self.stats
@@ -211,7 +212,7 @@ def _place_of(state: Any) -> IteratorPlace | None:
     return IteratorPlace(following, pending)
 
 
-def _ended(maker: Maker, prefetcher: Ahead[PreparedBatch] | None) -> None:
+def _close(maker: Maker, prefetcher: Ahead[PreparedBatch] | None) -> None:
     if prefetcher is not None:
         prefetcher.stop()
     maker.close()

@@ -180,13 +180,13 @@ class Data:
                 f"{at('data.batch')}: segments are of fields of pad, pack or buckets the names of two arrays, as in "
                 f"{{'tokens': ('segment_ids', 'segment_positions')}}, got {segments!r:.80}"
             )
-        asked = Batching(int(size), remainder, mask, lengths, pack is not None, too_long, segments)
+        batching = Batching(int(size), remainder, mask, lengths, pack is not None, too_long, segments)
         if not self.joined and remainder == "drop" and lengths is None and len(self.source) < size:
             raise FeedError(
                 f"{at('data.batch')}: a batch of {size} is larger than the {len(self.source)} examples of "
                 f"{self.source.name}, and 'drop' would leave nothing; use a smaller size, or remainder='pad'"
             )
-        return replace(self, batching=asked)
+        return replace(self, batching=batching)
 
     def repeat(self, epochs: int | None = None) -> Data:
         """Repeat for `epochs`, by default for ever. Before `batch`, batches continue across the end of an epoch."""
@@ -227,12 +227,12 @@ class Data:
     @property
     def per_epoch(self) -> int:
         """Batches per epoch, if known in advance: one example per row, none dropped."""
-        asked = self.batching
-        if asked is None or asked.lengths is not None or any(m.filters for m in self.maps):
+        batching = self.batching
+        if batching is None or batching.lengths is not None or any(m.filters for m in self.maps):
             raise FeedError(
                 f"{at('data.per_epoch')}: how many batches {self} makes of an epoch depends on the examples"
             )
-        return len(self) // asked.size if asked.remainder == "drop" else -(-len(self) // asked.size)
+        return len(self) // batching.size if batching.remainder == "drop" else -(-len(self) // batching.size)
 
     def __str__(self) -> str:
         stages = [f"{self.source.name}: {len(self.source)} examples"]

@@ -23,7 +23,7 @@ from meshlib.records.framing import Fault
 if TYPE_CHECKING:
     from meshlib.data.pipeline import Data
 
-Made = list[Example | None]
+Examples = list[Example | None]
 KINDS = ("threads", "processes")
 
 _data: Data | None = None  # in a worker process
@@ -68,21 +68,21 @@ class Pool:
         else:
             self.pool = ProcessPoolExecutor(data.workers, self.context, _begin, (pickled(data),))
 
-    def ask(self, draws: Sequence[int], numbers: Sequence[int]) -> Future[tuple[Made, list[Fault]]]:
+    def ask(self, draws: Sequence[int], numbers: Sequence[int]) -> Future[tuple[Examples, list[Fault]]]:
         """A future of the examples of draws. Raises: DataError if a process has died."""
         if self.data.kind == "threads":
             return self.pool.submit(lambda: (self.data.examples(draws, numbers), []))
         try:
-            return self.pool.submit(_made, draws, numbers)
+            return self.pool.submit(_prepare, draws, numbers)
         except BrokenProcessPool:
-            raise self._ended() from None
+            raise self._death_error() from None
 
-    def answer(self, asked: Future[tuple[Made, list[Fault]]]) -> Made:
+    def answer(self, future: Future[tuple[Examples, list[Fault]]]) -> Examples:
         """The examples of a future. Raises: exceptions of the task; DataError if a process has died."""
         try:
-            results, faults = asked.result()
+            results, faults = future.result()
         except BrokenProcessPool:
-            raise self._ended() from None
+            raise self._death_error() from None
         for fault in faults:
             self.data.source.leave_out(fault)
         return results
@@ -91,7 +91,7 @@ class Pool:
         """Shut down the workers."""
         self.pool.shutdown(wait=True, cancel_futures=True)
 
-    def _ended(self) -> DataError:
+    def _death_error(self) -> DataError:
         """The error that names the processes which died."""
         self.close()  # waits until the executor has terminated the others
         count = self.data.workers
@@ -124,6 +124,6 @@ def _begin(sent: bytes) -> None:
     _data = pickle.loads(sent)
 
 
-def _made(draws: Sequence[int], numbers: Sequence[int]) -> tuple[Made, list[Fault]]:
+def _prepare(draws: Sequence[int], numbers: Sequence[int]) -> tuple[Examples, list[Fault]]:
     assert _data is not None
     return _data.examples(draws, numbers), _data.source.skipped

@@ -216,10 +216,10 @@ def conv2d_transpose_with_blocks(
 ) -> Tensor:
     """`conv2d_transpose` of an image in blocks: see `conv2d_with_blocks`."""
 
-    def made(whole: Tensor) -> Tensor:
+    def transposed(whole: Tensor) -> Tensor:
         return conv2d_transpose(whole, output_dim, filter_size, strides, padding, filter_initializer, numerics, name)
 
-    return in_whole("conv2d_transpose_with_blocks", x, 2, (h_blocks_dim, w_blocks_dim), made)
+    return in_whole("conv2d_transpose_with_blocks", x, 2, (h_blocks_dim, w_blocks_dim), transposed)
 
 
 def conv3d_transpose_with_blocks(
@@ -236,10 +236,10 @@ def conv3d_transpose_with_blocks(
 ) -> Tensor:
     """`conv3d_transpose` of a volume in blocks: see `conv3d_with_blocks`."""
 
-    def made(whole: Tensor) -> Tensor:
+    def transposed(whole: Tensor) -> Tensor:
         return conv3d_transpose(whole, output_dim, filter_size, strides, padding, filter_initializer, numerics, name)
 
-    return in_whole("conv3d_transpose_with_blocks", x, 3, (d_blocks_dim, h_blocks_dim), made)
+    return in_whole("conv3d_transpose_with_blocks", x, 3, (d_blocks_dim, h_blocks_dim), transposed)
 
 
 def _layer(

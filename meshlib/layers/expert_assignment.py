@@ -131,7 +131,7 @@ def numbers_beside(x: Tensor, dim: Dimension) -> Tensor:
 # ---------------------------------------------------------------- slots
 
 
-def seated(
+def assigned_slots(
     chosen: Chosen, tokens: Dimension, experts: Dimension, places: Dimension, routing: Routing
 ) -> tuple[Slots, Tensor, Tensor]:
     """Slots, the number of dropped choices, and the number of choices per expert, by group."""
@@ -142,8 +142,8 @@ def seated(
     return _slots(chosen.index, chosen.gate, position, tokens, experts, places), dropped, load
 
 
-def seated_in_shards(chosen: Chosen, experts: Dimension, rows: ExpertRows) -> tuple[Slots, Tensor, Tensor]:
-    """The result of `seated` for rows that the experts of a shard share, sorted by expert."""
+def assigned_slots_in_shards(chosen: Chosen, experts: Dimension, rows: ExpertRows) -> tuple[Slots, Tensor, Tensor]:
+    """The result of `assigned_slots` for rows that the experts of a shard share, sorted by expert."""
     index, gate = (rows.grouped(t, 1) for t in (chosen.index, chosen.gate))
     sorted_together = index.shape[-2]
     places = rows.sized(PLACES, "rows")
@@ -210,15 +210,15 @@ def _slots(
     groups = [d for d in index.shape if d not in (tokens, index.shape.dim("choices"))]
     seats = _sized("seats", experts.size * places.size, places)
     room, shards, count = (_number(size_of(d), index) for d in (places, experts, seats))
-    seated = logical_and(less(position, room), less(index, shards))
-    seat = where(seated, index * room + position, count)
+    is_assigned = logical_and(less(position, room), less(index, shards))
+    slot = where(is_assigned, index * room + position, count)
     ordered = [experts, *groups, places]
 
-    def held(values: Tensor) -> Tensor:
-        flat = scatter_add(values, seat, seats, Shape([*groups, seats]), out_of_range="zero")
+    def by_slot(values: Tensor) -> Tensor:
+        flat = scatter_add(values, slot, seats, Shape([*groups, seats]), out_of_range="zero")
         return transpose(reshape(flat, [*groups, experts, places]), ordered)
 
-    return Slots(held(numbers_beside(index, tokens) + 1) - 1, held(gate))
+    return Slots(by_slot(numbers_beside(index, tokens) + 1) - 1, by_slot(gate))
 
 
 def _assign_in_rounds(

@@ -99,7 +99,7 @@ def stage_layers(
             (h,) = given
             return [where(h.graph.adopt(mask), layer_fn(h), h, output_shape=h.shape)], []
 
-        return branch(LAYER, layer, carries, mask, active, policy).ends, ()
+        return branch(LAYER, layer, carries, mask, active, policy).carries, ()
 
     # Values of a layer that the policy keeps are results of the branch.
     keeps = isinstance(policy, Remat) or policy != "full"

@@ -25,7 +25,7 @@ from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, WEIGHTS
 from meshlib.layers.pipeline_ticks import FIRST, FIRST_BACKWARD, LOSS, Ticks
 from meshlib.layers.pipeline_weights import LaterWeights
 from meshlib.ops.building import tensor
-from meshlib.ops.control.branches import Taken, branch, inner_carry
+from meshlib.ops.control.branches import BranchResults, branch, inner_carry
 from meshlib.ops.control.deferred import deferred, separate_weights
 from meshlib.ops.control.loops import end_late, late_carry, make_loop
 from meshlib.ops.control.remat import Policy, kept_values
@@ -125,12 +125,12 @@ class StepLoop:
         self.graph = slices[0].graph
         first = self._branch(FIRST, self._write_first_input)
         forward = self._branch(FORWARD, self._forward)
-        (y,) = forward.made
+        (y,) = forward.others
         self._refuse_random(first.operation, forward.operation)
         self.ticks.loads.extend(loads_of([forward.operation], self.stage.size))
         self._branch(LOSS, lambda: self._loss(y))
         with region(BACKWARD_REGION):
-            (dx,) = self._branch(BACKWARD, lambda: self._backward(forward)).made
+            (dx,) = self._branch(BACKWARD, lambda: self._backward(forward)).others
             if self.ticks.plan.splits:
                 self._branch(WEIGHTS, self._weights)
             if self._has_gradient(first):
@@ -141,7 +141,7 @@ class StepLoop:
             self.cotangents.write(shift(dx, -1, self.stage, circle, "to_previous_stage"), t["cotangent arrives"])
         return [], []
 
-    def _branch(self, kind: str, body: Callable[[], list[Tensor]]) -> Taken:
+    def _branch(self, kind: str, body: Callable[[], list[Tensor]]) -> BranchResults:
         active = self.ticks.active(kind, self.stage.name)
         return branch(kind, lambda _: ([], body()), [], self.tables[f"works {kind}"], active)
 
@@ -165,30 +165,30 @@ class StepLoop:
         graph = current_graph(WHAT)
         body = graph.loop_body
         assert body is not None
-        self.taken = x = self.inputs.read(graph, self.tables["read input"])
+        self.stage_input = x = self.inputs.read(graph, self.tables["read input"])
         body.held = (self.stage,)
         if self.ticks.plan.repeats > 1:
             repeat = Dimension(free_name("repeat", x.shape.names), self.ticks.plan.repeats)
             body.held, body.chosen = (repeat, self.stage), (repeat, graph.adopt(self.tables[f"{FORWARD} repeat"]))
         begun = len(graph.operations)
         returned = self.stage_fn(x, self._features_of(graph, FORWARD))
-        y, said = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-        if not isinstance(said, Mapping):
+        y, further = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+        if not isinstance(further, Mapping):
             raise GraphError(f"{at(WHAT)}: stage_fn must return a tensor, or that and a dict, got {returned!r:.80}")
         y = graph.adopt(tensor(y, f"{WHAT}: what stage_fn returns"))
         if set(y.shape) != set(x.shape) or y.dtype is not x.dtype:
             raise ShapeError(f"{at(WHAT)}: stage_fn turns {x.type} into {y.type}; types must stay the same")
-        self.made = transpose(y, x.shape)
-        self.said = {name: self._per_stage(graph, z, f"stage_fn's {name!r}") for name, z in said.items()}
+        self.stage_output = transpose(y, x.shape)
+        self.further_outputs = {name: self._per_stage(graph, z, f"stage_fn's {name!r}") for name, z in further.items()}
         self._store_residuals(graph.operations[begun:], set(body.choices.values()))
-        self._add_outputs(self.said)
-        return [self.made]
+        self._add_outputs(self.further_outputs)
+        return [self.stage_output]
 
     def _store_residuals(self, operations: Sequence[Operation], weights: Collection[Tensor]) -> None:
         """Write the forward values kept by the policy to slots, except those that all stages share."""
-        live = needed(z.operation for z in (self.made, *self.said.values()))
+        live = needed(z.operation for z in (self.stage_output, *self.further_outputs.values()))
         values = [x for x, _ in kept_values([op for op in operations if op in live], self.remat, WHAT)]
-        values = [x for x in values if self.stage in x.shape and x not in weights and x is not self.taken]
+        values = [x for x in values if self.stage in x.shape and x not in weights and x is not self.stage_input]
         self.kept: list[tuple[Tensor, Buffer]] = []
         for x in self._read_backward(values):
             name, count = f"residual_{len(self.kept)}", self.ticks.residuals[1]
@@ -204,14 +204,14 @@ class StepLoop:
         assert body is not None
         trial = Graph(loop_body=LoopBody(self.graph), scope=graph.scope)
         given = {inner: trial.adopt(outer) for outer, inner in body.captured.items()}
-        there = [_constant(trial, 0, x.shape, x.dtype, None) for x in values]
-        again = replay(graph.operations, graph.rewrites, given, trial)
-        trial.known.update((again[x], y) for x, y in zip(values, there, strict=True))
-        ys = [again[self.made], *(again[self.said[name]] for name in self.said if name == "loss")]
+        stand_ins = [_constant(trial, 0, x.shape, x.dtype, None) for x in values]
+        copies = replay(graph.operations, graph.rewrites, given, trial)
+        trial.known.update((copies[x], y) for x, y in zip(values, stand_ins, strict=True))
+        ys = [copies[y] for y in (self.stage_output, *(z for n, z in self.further_outputs.items() if n == "loss"))]
         sources = [x for _, x in self._sources(trial)]
-        grads = [g for g in gradients(ys, [again[self.taken], *sources]) if g is not None]
+        grads = [g for g in gradients(ys, [copies[self.stage_input], *sources]) if g is not None]
         read = needed(trial.known.get(g, g).operation for g in grads)
-        return [x for x, y in zip(values, there, strict=True) if y.operation in read]
+        return [x for x, y in zip(values, stand_ins, strict=True) if y.operation in read]
 
     def _loss(self, y: Tensor) -> list[Tensor]:
         """Write the cotangent of the last stage's output to its slot; accumulate gradients of the loss's operands."""
@@ -235,36 +235,38 @@ class StepLoop:
 
     # ------------------------------------------------------------ backward
 
-    def _recompute(self, graph: Graph, taken: Taken, given: Mapping[Tensor, Tensor], mask: str) -> dict[Tensor, Tensor]:
+    def _recompute(
+        self, graph: Graph, results: BranchResults, given: Mapping[Tensor, Tensor], mask: str
+    ) -> dict[Tensor, Tensor]:
         """Recompute the body of a forward branch in a backward one, for the latter's microbatches."""
-        loop = taken.operation.loop
+        loop = results.operation.loop
         assert loop is not None
         t, parts = self.tables, ("microbatch", "repeat")
         swapped = {t[f"{FORWARD} {p}"]: t[f"{BACKWARD} {p}"] for p in parts if f"{FORWARD} {p}" in t}
-        swapped[taken.operation.inputs[taken.mask]] = t[f"works {mask}"]
+        swapped[results.operation.inputs[results.mask]] = t[f"works {mask}"]
         late = loop.body.loop_body.late if loop.body.loop_body is not None else {}
         inside = {
             inner: graph.adopt(swapped.get(outer, outer))
-            for inner, outer in zip(loop.stand_ins, taken.operation.inputs, strict=True)
+            for inner, outer in zip(loop.stand_ins, results.operation.inputs, strict=True)
             if inner not in late
         }
         slots = {*late, *(carry.end for carry in late.values())}
         run = [op for op in loop.body.operations if slots.isdisjoint((*op.inputs, *op.outputs))]
         return replay(run, loop.body.rewrites, {**inside, **given}, graph)
 
-    def _backward(self, forward: Taken) -> list[Tensor]:
+    def _backward(self, forward: BranchResults) -> list[Tensor]:
         """The cotangent of a stage's input; gradients of weights are accumulated, or their operands stored."""
         graph, t = current_graph(WHAT), self.tables
         x = self.inputs.read(graph, t["read input again"])
         dy = self._active_part(self.cotangents.read(graph, t["read cotangent"]))
         # Residuals are read before the operations that use them.
         residuals = [(y, transpose(b.read(graph, t["read residual"]), y.shape)) for y, b in self.kept]
-        again = self._recompute(graph, forward, {self.taken: x}, BACKWARD)
-        graph.known.update((again[y], value) for y, value in residuals)
+        copies = self._recompute(graph, forward, {self.stage_input: x}, BACKWARD)
+        graph.known.update((copies[y], value) for y, value in residuals)
         inside = self._sources(graph)
-        ys, seeds = [again[self.made]], [dy]
-        if "loss" in self.said:
-            loss = again[self.said["loss"]]
+        ys, seeds = [copies[self.stage_output]], [dy]
+        if "loss" in self.further_outputs:
+            loss = copies[self.further_outputs["loss"]]
             ys, seeds = [*ys, loss], [*seeds, self._seed(loss)]
         splits = self.ticks.plan.splits
         with separate_weights() if splits else nullcontext():
@@ -307,7 +309,7 @@ class StepLoop:
         self._add_gradients(self.of_stages, self.later.written(graph, read, swapped))
         return []
 
-    def _first_backward(self, first: Taken, dx: Tensor) -> list[Tensor]:
+    def _first_backward(self, first: BranchResults, dx: Tensor) -> list[Tensor]:
         """Accumulate gradients of the variables of first_fn."""
         graph = current_graph(WHAT)
         x = self._recompute(graph, first, {}, FIRST_BACKWARD)[self.entering]
@@ -325,10 +327,10 @@ class StepLoop:
         pairs = [(self.graph.outer_of(outer), inner) for outer, inner in body.captured.items()]
         return [(outer, x) for outer, x in pairs if outer in leads and outer is not None and x.dtype.is_float]
 
-    def _has_gradient(self, taken: Taken) -> bool:
+    def _has_gradient(self, results: BranchResults) -> bool:
         """True if an operand of a branch depends on trainable variables."""
         leads = led_to(self.graph.root)
-        return any(self.graph.outer_of(x) in leads for x in taken.operation.inputs)
+        return any(self.graph.outer_of(x) in leads for x in results.operation.inputs)
 
     def _add_gradients(self, inside: Sequence[tuple[Tensor, Tensor]], grads: Sequence[Tensor | None]) -> None:
         for (source, _), g in zip(inside, grads, strict=True):

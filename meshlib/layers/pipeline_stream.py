@@ -73,11 +73,11 @@ class Stream:
         """The results [microbatch, ...] from the slots after the last trip."""
         rest = slots.shape.dims[2:]
         y = shift(slots, (self.padding - self.plan.stages) % self.slot.size, self.slot, wrap=True)
-        y = reshape(transpose(y, [self.stage, self.slot, *rest]), [self._padded, *rest])
+        y = reshape(transpose(y, [self.stage, self.slot, *rest]), [self._padded_dim, *rest])
         return slice(y, self.padding, self.micro.size, self.micro.name, name)
 
     @property
-    def _padded(self) -> Dimension:
+    def _padded_dim(self) -> Dimension:
         return Dimension(self.micro.name, self.slot.size * self.plan.stages)
 
     # ------------------------------------------------------------ in each trip
@@ -118,8 +118,8 @@ class Stream:
 
         all_stages = tuple(range(self.plan.stages))
         trips = (all_stages if self.plan.exchange(trip) is not None else () for trip in range(self.trip.size))
-        taken = branch("exchange", body, [slots], happens[0], Active(self.stage.name, tuple(trips), self.plan.stages))
-        return taken.made[0], taken.ends[0]
+        results = branch("exchange", body, [slots], happens[0], Active(self.stage.name, tuple(trips), self.plan.stages))
+        return results.others[0], results.carries[0]
 
     def _exchanged(self, slots: Tensor, y: Tensor, tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The exchange with a custom gradient: the same in the other direction, writing one slot of the cotangent in

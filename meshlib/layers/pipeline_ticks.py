@@ -68,11 +68,6 @@ class Ticks:
 
     # ------------------------------------------------------------ slots
 
-    @property
-    def _last_reader(self) -> str:
-        """The task that is the last to read forward residuals."""
-        return WEIGHTS if self.plan.splits else BACKWARD
-
     @cached_property
     def inputs(self) -> tuple[Slots, int]:
         """Slots of stage inputs, from arrival to the backward."""

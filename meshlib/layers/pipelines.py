@@ -110,9 +110,9 @@ def pipeline(
     for t in (x, *others):
         if stage.name in t.shape:
             raise ShapeError(f"{at(what)}: {t} has a dim '{stage.name}'; rename it, or give stages another")
-    run = _PipelineLoop(stage_fn, plan, stage, cut.micro, [cut.apart(t) for t in others])
-    y, sums = run.loop(cut.apart(x), policy, name)
-    y = cut.together(y)
+    run = _PipelineLoop(stage_fn, plan, stage, cut.micro, [cut.split(t) for t in others])
+    y, sums = run.loop(cut.split(x), policy, name)
+    y = cut.merge(y)
     return (y, sums) if run.returns_sums else y
 
 
@@ -150,7 +150,7 @@ class _MicrobatchCut:
             raise ShapeError(f"{at(what)}: {x} counts microbatches already; give the dim: microbatches={batch!r}")
         return cls(Dimension("microbatch", count), batch, Dimension(batch.name, batch.size // count))
 
-    def apart(self, t: Tensor) -> Tensor:
+    def split(self, t: Tensor) -> Tensor:
         """A tensor cut into microbatches: [microbatch, ...]."""
         if self.whole is not None and self.small is not None:
             batch = find_dim(t, self.whole, "pipeline")
@@ -161,8 +161,8 @@ class _MicrobatchCut:
         find_dim(t, self.micro, "pipeline")
         return transpose(t, [self.micro, *(d for d in t.shape if d != self.micro)])
 
-    def together(self, y: Tensor) -> Tensor:
-        """The inverse of `apart`, for a result [microbatch, batch, ...]."""
+    def merge(self, y: Tensor) -> Tensor:
+        """The inverse of `split`, for a result [microbatch, batch, ...]."""
         if self.whole is None or self.small is None:
             return y
         rest = list(y.shape)[2:]

@@ -78,7 +78,9 @@ def relative_position_bias(
     with scope(name):
         relative = _relative_positions(rows, keys, positions, memory_positions)
         distance = maximum(negative(relative), 0) if one_way else absolute(relative)
-        bucket = add_n([minimum(distance, each // 2), *(_reached(distance, d) for d in _bounds(each, max_distance))])
+        bucket = add_n(
+            [minimum(distance, each // 2), *(_is_at_least(distance, d) for d in _bounds(each, max_distance))]
+        )
         if not one_way:
             bucket = bucket + cast(greater(relative, 0), "int32") * each
         return transpose(gather(table, bucket, kinds), [*of_queries, *bucket.shape])
@@ -111,5 +113,5 @@ def _bounds(buckets: int, max_distance: int) -> list[int]:
     return [ceil(exact * (max_distance / exact) ** (n / wide) - 1e-9) for n in range(1, wide)]
 
 
-def _reached(distance: Tensor, bound: int) -> Tensor:
+def _is_at_least(distance: Tensor, bound: int) -> Tensor:
     return cast(greater_equal(distance, bound), "int32")

@@ -14,11 +14,11 @@ from meshlib.core.graph import Tensor, scope
 from meshlib.layers.expert_assignment import (
     SMALL,
     Slots,
+    assigned_slots,
+    assigned_slots_in_shards,
     chosen_by_experts,
     chosen_by_tokens,
     counts,
-    seated,
-    seated_in_shards,
 )
 from meshlib.layers.expert_rows import ExpertRows
 from meshlib.layers.norms import widened
@@ -75,9 +75,9 @@ def decide(
     else:
         chosen = chosen_by_tokens(scores, favour, experts, routing, training, nonpadding)
         if rows is None:
-            slots, dropped, load = seated(chosen, tokens, experts, places, routing)
+            slots, dropped, load = assigned_slots(chosen, tokens, experts, places, routing)
         else:
-            slots, dropped, load = seated_in_shards(chosen, experts, rows)
+            slots, dropped, load = assigned_slots_in_shards(chosen, experts, rows)
         first = chosen.index.shape.dim("choices")
         counted = counts(gather(chosen.index, 0, first), experts, load.shape) if routing.gating == "top_2" else load
     balance = _balance_loss(scores, counted, tokens, experts, routing, nonpadding)

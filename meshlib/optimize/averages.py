@@ -56,13 +56,13 @@ def moving_averages(updates: Iterable[Operation], decay: float = 0.9999, start_s
             raise GraphError(f"{at(what)}: updates must be those returned by an optimizer, got {update!r:.80}")
         owner = update.graph.root.variables[update.attrs["variable"]]
         if owner.attrs["trainable"]:
-            updates_of_averages.append(_followed(owner, update.inputs[0], decay_rate, first))
+            updates_of_averages.append(_average_update(owner, update.inputs[0], decay_rate, first))
     if not updates_of_averages:
         raise GraphError(f"{at(what)}: none of the updates is of a trainable variable")
     return updates_of_averages
 
 
-def _followed(owner: Operation, new: Tensor, decay: float, first: int) -> Operation:
+def _average_update(owner: Operation, new: Tensor, decay: float, first: int) -> Operation:
     dtype = compute_dtype(owner.output.dtype)
     with owner.graph, absolute_scope(owner.name), region(UPDATE, owner):
         slot = make_variable(SLOT, owner.output.shape, initializers.zeros(), dtype, trainable=False, slot_of=owner.name)

@@ -69,12 +69,12 @@ class DynamicLossScale:
     def open(self) -> Scaling:
         """The variables of this scale in the current graph."""
 
-        def made(name: str, start: float, dtype: str) -> Tensor:
+        def variable(name: str, start: float, dtype: str) -> Tensor:
             return make_variable(name, Shape([]), start, dtype, trainable=False)
 
         with absolute_scope("loss_scale"):
-            counts = (made(name, 0, "int32") for name in ("good_steps", "applied_steps"))
-            return Scaling(self, made("scale", self.initial, "float32"), *counts)
+            counts = (variable(name, 0, "int32") for name in ("good_steps", "applied_steps"))
+            return Scaling(self, variable("scale", self.initial, "float32"), *counts)
 
 
 @dataclass(frozen=True)

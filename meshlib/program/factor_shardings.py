@@ -29,7 +29,7 @@ def derive(
     operands = []
     for i, shape in enumerate(shapes):
         by_dim = _by_dim([(f.operands[i], over) for f, over in split])
-        operands.append(_laid(shape, mesh, by_dim, tuple([(a, "sum") for a in passed[i]])))
+        operands.append(_sharding_by_dim(shape, mesh, by_dim, tuple([(a, "sum") for a in passed[i]])))
     kinds = {a: "sum" for p in passed for a in p}
     for f, over in split:
         if f.role.pending is not None:
@@ -38,7 +38,7 @@ def derive(
     for f, over in split:
         if f.shares is not None:  # existing splits of the dim are major
             by_dim[f.shares] = (*by_dim.get(f.shares, ()), *over)
-    out = _laid(out_shape, mesh, by_dim, tuple(kinds.items()))
+    out = _sharding_by_dim(out_shape, mesh, by_dim, tuple(kinds.items()))
     return tuple(operands), out
 
 
@@ -49,7 +49,7 @@ def _by_dim(split: Sequence[tuple[str | None, Axes]]) -> dict[str | None, Axes]:
     return dict(split)
 
 
-def _laid(shape: Shape, mesh: Mesh, by_dim: Mapping[str | None, Axes], pending: Pending) -> Sharding:
+def _sharding_by_dim(shape: Shape, mesh: Mesh, by_dim: Mapping[str | None, Axes], pending: Pending) -> Sharding:
     return laid(shape, mesh, tuple([by_dim.get(n, ()) for n in shape.names]), pending)
 
 
@@ -62,5 +62,5 @@ def beside(op: Operation, first: Sharding) -> tuple[Sharding, ...]:
     shardings = [first]
     for n, y in enumerate(op.outputs[1:], start=1):
         by_dim = {f.outputs[n]: axes.get(f.name, ()) for f in factors}
-        shardings.append(_laid(y.shape, first.mesh, by_dim, first.pending))
+        shardings.append(_sharding_by_dim(y.shape, first.mesh, by_dim, first.pending))
     return tuple(shardings)

@@ -50,7 +50,7 @@ class Interpreter(ABC, Generic[T, C]):
     def goes_on(self, going: T) -> bool:
         """True if a loop with a condition runs another trip."""
 
-    def made(self, i: Instruction, y: Value, value: T) -> None:
+    def observe(self, i: Instruction, y: Value, value: T) -> None:
         """Called with every new value."""
 
     def before(self, program: Program, n: int, values: dict[Value, T]) -> None:
@@ -67,7 +67,7 @@ class Interpreter(ABC, Generic[T, C]):
             inputs = [values[x] for x in i.inputs]
             for y, value in zip(i.outputs, self.results(program, i, inputs, values, context), strict=True):
                 values[y] = value
-                self.made(i, y, value)
+                self.observe(i, y, value)
             for x in dead:
                 values.pop(x, None)
         return values

@@ -47,7 +47,7 @@ def read_idx(path: str | os.PathLike[str], dims: int | None = None) -> NDArray[A
 
 
 def _array(stream: Any, path: object, dims: int | None, size: int | None, most_bytes: int) -> NDArray[Any]:
-    """The array in a stream, of which no more is read than its header specifies; `size`: of the stream, if known."""
+    """The array in a stream, read no further than its header specifies; `size`: that of the stream, if known."""
     dtype, shape = _header(stream, path, dims)
     header, expected_bytes = 4 + 4 * len(shape), math.prod(shape) * dtype.itemsize
     raw, actual_bytes = _content(stream, header, expected_bytes, size, most_bytes)

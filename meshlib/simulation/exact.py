@@ -93,7 +93,7 @@ class _Exact(Interpreter[Blocks, Engine]):
             raise ProgramError("some cores go on with a loop that others leave; a collective is missing or wrong")
         return bool(going[0])
 
-    def made(self, i: Instruction, y: Value, value: Blocks) -> None:
+    def observe(self, i: Instruction, y: Value, value: Blocks) -> None:
         if self.watch is not None:
             self.watch(i, y, without_margins(y, value) if y.margins else value)
 

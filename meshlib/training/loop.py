@@ -94,16 +94,16 @@ def _check_program(program: Program) -> None:
         raise GraphError(f"{at('train')}: the history has its own '{taken[0]}'; lower that output under another name")
 
 
-def _check_options(asked: TrainOptions, run: Simulation) -> None:
+def _check_options(options: TrainOptions, run: Simulation) -> None:
     """Raise for incompatible options."""
-    if not isinstance(asked.best, str):
-        raise GraphError(f"{at('train')}: best must be the name of a figure, got {asked.best!r:.80}")
-    if asked.report is not None and not callable(asked.report):
-        raise GraphError(f"{at('train')}: report must be a function of a row, got {asked.report!r:.80}")
-    if (asked.patience is not None or asked.best != BEST) and asked.evaluation is None:
-        name = "patience" if asked.patience is not None else f"best={asked.best!r:.80}"
+    if not isinstance(options.best, str):
+        raise GraphError(f"{at('train')}: best must be the name of a figure, got {options.best!r:.80}")
+    if options.report is not None and not callable(options.report):
+        raise GraphError(f"{at('train')}: report must be a function of a row, got {options.report!r:.80}")
+    if (options.patience is not None or options.best != BEST) and options.evaluation is None:
+        name = "patience" if options.patience is not None else f"best={options.best!r:.80}"
         raise GraphError(f"{at('train')}: {name} is about evaluations; give evaluation=mtf.Evaluation(...)")
-    if asked.on_nan == "skip" and not run.check_nan:
+    if options.on_nan == "skip" and not run.check_nan:
         raise GraphError(f"{at('train')}: on_nan='skip' needs a run that looks for NaN: check_nan=True, checked=True")
 
 
@@ -170,7 +170,7 @@ def train(
     run = _simulation(run)
     if evaluation is not None and not isinstance(evaluation, Evaluation):
         raise GraphError(f"{at(what)}: evaluation must be an mtf.Evaluation, got {evaluation!r:.80}")
-    asked = TrainOptions(
+    options = TrainOptions(
         steps=_least(steps, "steps", 1),
         evaluation=evaluation,
         save_every=_least(1000 if save_every is None else save_every, "save_every", 1),
@@ -184,7 +184,7 @@ def train(
     )
     _least(keep, "keep", 1)
     _check_program(run.program)
-    _check_options(asked, run)
+    _check_options(options, run)
     if save_every is not None and folder is None:
         raise GraphError(f"{at(what)}: save_every needs a folder to save in")
     bar = flag(progress, what, "progress")
@@ -195,10 +195,10 @@ def train(
     own_feed = None if feeding is data else feed  # created here, so closed here
     if own_feed is not None and (rows := run.rows_here()) is not None:
         own_feed.only(rows)
-    shown = ProgressBar(run, asked.steps) if bar else None
+    shown = ProgressBar(run, options.steps) if bar else None
     try:
         with nullcontext() if keeper is None else keeper.alone(run):
-            loop = _Loop(run, feeding, asked, keeper, shown)
+            loop = _Loop(run, feeding, options, keeper, shown)
             stopped = loop.run_all()
             if not loop.at.step:
                 raise FeedError(f"{at(what)}: data gave no batch at all, so that no step was done")
@@ -241,9 +241,9 @@ class Standing:
 
 class _Loop:
     def __init__(
-        self, run: Simulation, feeding: Feeding, asked: TrainOptions, keeper: Keeper | None, bar: ProgressBar | None
+        self, run: Simulation, feeding: Feeding, options: TrainOptions, keeper: Keeper | None, bar: ProgressBar | None
     ) -> None:
-        self.run, self.feeding, self.asked, self.keeper, self.bar = run, feeding, asked, keeper, bar
+        self.run, self.feeding, self.options, self.keeper, self.bar = run, feeding, options, keeper, bar
         self.at = Standing()
         self.alone = run.state.processes is None
         self.writes = self.alone or bool(run.state.processes and run.state.processes.first)
@@ -255,7 +255,7 @@ class _Loop:
             if checkpoint_note is not None:
                 feeding.restore(checkpoint_note.pop("data"))
                 self.at = Standing(**checkpoint_note)
-                if self.at.best_by not in (None, [asked.best, asked.better]):  # not compared by this metric
+                if self.at.best_by not in (None, [options.best, options.better]):  # not compared by this metric
                     self.at.best, self.at.since_best = None, 0
                 self.saved = self.at.step
             self.history.resume(self.at.step)
@@ -263,12 +263,12 @@ class _Loop:
 
     def run_all(self) -> str:
         """Run steps until there is a reason to stop, which is returned."""
-        asked = self.asked
+        options = self.options
         stopped = None
         with noted(catch=self.alone) as interruption:
             while stopped is None:
                 before = self.at.step
-                stopped = self._reason() or self._steps(min(asked.steps_per_run, asked.steps - before))
+                stopped = self._reason() or self._steps(min(options.steps_per_run, options.steps - before))
                 self._after(before)
                 if interruption.number is not None:
                     self._save_last()
@@ -283,9 +283,9 @@ class _Loop:
 
     def _reason(self) -> str | None:
         """Reason to stop, if any."""
-        if self.at.step >= self.asked.steps:
+        if self.at.step >= self.options.steps:
             return "steps"
-        patience = self.asked.patience
+        patience = self.options.patience
         return "early" if patience is not None and self.at.since_best >= patience else None
 
     def _steps(self, count: int) -> str | None:
@@ -318,7 +318,7 @@ class _Loop:
             outputs = self.run.step(feeds) if outputs_ready is None else outputs_ready
         except NotFiniteError as fault:
             in_a_row = sum(s["step"] > where.step - SKIPS_IN_A_ROW for s in where.skipped)
-            if self.asked.on_nan == "stop" or in_a_row >= SKIPS_IN_A_ROW:
+            if self.options.on_nan == "stop" or in_a_row >= SKIPS_IN_A_ROW:
                 self._log()
                 raise
             where.skipped.append({"step": where.step + 1, "why": str(fault)})
@@ -331,15 +331,15 @@ class _Loop:
 
     def _after(self, before: int) -> None:
         """Actions due after steps."""
-        asked, step = self.asked, self.at.step
+        options, step = self.options, self.at.step
         if self.keeper is not None:
             self.keeper.check()
-        if _due(asked.log_every, before, step):
+        if _due(options.log_every, before, step):
             self._log()
         improved = False
-        if asked.evaluation is not None and _due(asked.evaluation.every, before, step):
-            improved = self._evaluate(asked.evaluation)
-        self._save(checkpoint=_due(asked.save_every, before, step), best=improved)
+        if options.evaluation is not None and _due(options.evaluation.every, before, step):
+            improved = self._evaluate(options.evaluation)
+        self._save(checkpoint=_due(options.save_every, before, step), best=improved)
         if self.bar is not None:
             self.bar.show(step, self.history.rows)
 
@@ -348,7 +348,7 @@ class _Loop:
         where = self.at
         if not where.counted:
             return
-        now, waited = time.perf_counter(), self._waited()
+        now, waited = time.perf_counter(), self._waited_seconds()
         row: Row = {"step": where.step, **{name: total / where.counted for name, total in where.sums.items()}}
         row["examples_per_second"] = round(self.examples / max(now - self.begun, 1e-9), 1)
         row["waited_seconds"] = round(waited - self.waited, 6)
@@ -360,18 +360,18 @@ class _Loop:
         """Add a row of an evaluation; returns whether it is the best so far."""
         begun = time.perf_counter()
         figures = evaluation(self.run)
-        asked, where = self.asked, self.at
-        if asked.best not in figures:
+        options, where = self.options, self.at
+        if options.best not in figures:
             names = ", ".join(figures)
             raise GraphError(
-                f"{at('train')}: evaluation gives {names}, and no '{asked.best}': say which, as best='{names}'"
+                f"{at('train')}: evaluation gives {names}, and no '{options.best}': say which, as best='{names}'"
             )
-        value = figures[asked.best]
+        value = figures[options.best]
         old = None if where.best is None else where.best["value"]
-        improved = not np.isnan(value) and (old is None or (value < old if asked.better == "lower" else value > old))
+        improved = not np.isnan(value) and (old is None or (value < old if options.better == "lower" else value > old))
         if improved:
             where.best, where.since_best = {"step": where.step, "value": value}, 0
-            where.best_by = [asked.best, asked.better]
+            where.best_by = [options.best, options.better]
         else:
             where.since_best += 1
         self._add({"step": where.step, **{f"eval_{name}": value for name, value in figures.items()}})
@@ -380,8 +380,8 @@ class _Loop:
 
     def _add(self, row: Row) -> None:
         self.history.add(row)
-        if self.asked.report is not None:
-            self.asked.report(row)
+        if self.options.report is not None:
+            self.options.report(row)
 
     def _save(self, checkpoint: bool, best: bool) -> None:
         """Start writing a checkpoint of this step, the best one, or both from one copy of the state."""
@@ -399,7 +399,7 @@ class _Loop:
         if self.keeper is not None:
             self.keeper.wait()
 
-    def _waited(self) -> float:
+    def _waited_seconds(self) -> float:
         return self.feeding.stats.waited_seconds if isinstance(self.feeding, Feed) else 0.0
 
 

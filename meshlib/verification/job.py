@@ -86,11 +86,11 @@ class Job:
     def _run_reference(self, state: dict[str, Array], number: int, parts: int) -> dict[str, Array]:
         """Run one unsharded step in its precision, in float64, and in float64 with perturbations; returns the next
         state."""
-        program, counted = self.program, TripCounts()
+        program, trips = self.program, TripCounts()
         values: dict[Key, Array] = {}
 
         def watch(instruction: Instruction, value: Value, blocks: Blocks) -> None:
-            values.setdefault((value.tensor, counted.next(value)), np.array(blocks[0]))
+            values.setdefault((value.tensor, trips.next(value)), np.array(blocks[0]))
 
         outputs, updates = run_exact(program, state, self.feeds, self.engine(state, True), watch)
         given = {v: self.feeds[name] for name, v in program.inputs.items()}
@@ -214,7 +214,7 @@ class Job:
         try:
             run_exact(program, step.state, self.feeds, self.engine(step.state, True), search.watch)
         except Diverged as end:
-            return end.found
+            return end.divergence
         except FAULTS:
             return None
         return None

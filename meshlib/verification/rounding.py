@@ -44,11 +44,11 @@ class TripCounts:
     """The number of computations of each value so far, which identifies the trips of enclosing loops."""
 
     def __init__(self) -> None:
-        self.made: dict[Value, int] = {}
+        self.counts: dict[Value, int] = {}
 
     def next(self, v: Value) -> int:
-        n = self.made.get(v, 0)
-        self.made[v] = n + 1
+        n = self.counts.get(v, 0)
+        self.counts[v] = n + 1
         return n
 
 
@@ -94,15 +94,15 @@ class Wide(Interpreter[Array, Engine]):
     highest: bool
     parts: int  # largest number of partial sums: cores of the largest mesh
     rng: np.random.Generator | None
-    counted: TripCounts = field(default_factory=TripCounts)
+    trips: TripCounts = field(default_factory=TripCounts)
     values: dict[Key, Array] = field(default_factory=dict)
 
     def run(self, program: Program, given: Mapping[Value, Array], context: Engine) -> dict[Value, Array]:
         """Run the program in float64."""
         return super().run(program, {v: self._widened(x, v.tensor.dtype) for v, x in given.items()}, context)
 
-    def made(self, i: Instruction, y: Value, value: Array) -> None:
-        self.values.setdefault((y.tensor, self.counted.next(y)), value)
+    def observe(self, i: Instruction, y: Value, value: Array) -> None:
+        self.values.setdefault((y.tensor, self.trips.next(y)), value)
 
     def move(self, i: Move, inputs: Sequence[Array]) -> Sequence[Array]:
         return inputs
@@ -131,20 +131,22 @@ class Wide(Interpreter[Array, Engine]):
         plain = local(inputs)
         if self.rng is None or op.opdef.exact:
             return plain
-        changed = local([self._changed(x, self._by(op, v.tensor.dtype)) for v, x in zip(i.inputs, inputs, strict=True)])
+        changed = local(
+            [self._perturbed(x, self._perturbation(op, v.tensor.dtype)) for v, x in zip(i.inputs, inputs, strict=True)]
+        )
         units = [_unit(v.tensor.dtype) for v in i.inputs if v.tensor.dtype.is_float]
         results = []
         for t, y, other in zip(op.outputs, plain, changed, strict=True):
             if not t.dtype.is_float:
                 results.append(y)  # a selection: it flips if the compared values change
             elif _only_selects(op, y, inputs):
-                results.append(self._changed(y, _unit(t.dtype) if units and _unit(t.dtype) > max(units) else 0))
+                results.append(self._perturbed(y, _unit(t.dtype) if units and _unit(t.dtype) > max(units) else 0))
             else:
                 by = 4 * accumulated(t.dtype) + (_unit(t.dtype) if t.dtype.is_rounded else 0)
-                results.append(self._changed(other, by))
+                results.append(self._perturbed(other, by))
         return results
 
-    def _by(self, op: Operation, dtype: DType) -> float:
+    def _perturbation(self, op: Operation, dtype: DType) -> float:
         terms, change = _terms(op), 0.0
         if terms > 1:
             change = terms * accumulated(dtype) + (self.parts * _unit(dtype) if dtype is BFLOAT16 else 0)
@@ -152,7 +154,7 @@ class Wide(Interpreter[Array, Engine]):
             change += _unit(BFLOAT16)
         return change
 
-    def _changed(self, x: Array, by: float) -> Array:
+    def _perturbed(self, x: Array, by: float) -> Array:
         if self.rng is None or not by or x.dtype.kind != "f":
             return x
         with np.errstate(all="ignore"):

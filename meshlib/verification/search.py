@@ -24,7 +24,7 @@ class Diverged(Exception):
     """Ends a run at the first wrong value."""
 
     def __init__(self, divergence: Divergence) -> None:
-        self.found = divergence
+        self.divergence = divergence
 
 
 @dataclass(eq=False)
@@ -34,11 +34,11 @@ class DivergenceSearch:
     program: Program
     values: Mapping[Key, Array]
     allowed: Mapping[Key, float]
-    counted: TripCounts = field(default_factory=TripCounts)
+    trips: TripCounts = field(default_factory=TripCounts)
 
     def watch(self, instruction: Instruction, value: Value, blocks: Blocks) -> None:
         """Callback of `run_exact` for every value."""
-        trip = self.counted.next(value)
+        trip = self.trips.next(value)
         key = (value.tensor, trip)
         if key not in self.values or isinstance(instruction, Resident):
             return

@@ -237,7 +237,7 @@ def _want(wanted: Wanted, name: str, axes: tuple[str, ...]) -> None:
 def _want_weights(
     wanted: Wanted, config: TransformerConfig, rules: LayoutRules, mesh: Mesh, missing: list[str]
 ) -> None:
-    """Add the axes of the dims of all weights; faults of those that can't be split so go to `missing`."""
+    """Add the axes of the dims of all weights; faults of weights that can't be split so are added to `missing`."""
     for tensor in weights(config).values():
         shape = Shape([Dimension(dim, mesh.size) for dim, _ in tensor if dim])
         try:

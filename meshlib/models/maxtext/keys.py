@@ -188,7 +188,7 @@ class Refusal:
 
     default: Any
     reason: str
-    asked: Callable[[Any], bool] = _on
+    requested: Callable[[Any], bool] = _on
     instead: str = "this library has no such layers or steps"
 
 

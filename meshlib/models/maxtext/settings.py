@@ -272,7 +272,7 @@ def _check(settings: Settings) -> None:
             where = settings.where(key)
             hint = nearest(key, KNOWN)
             raise GraphError(f"{WHAT}: {where}: {key}={_text(value)}: MaxText has no key {key!r}{hint}")
-        if key in REFUSED and REFUSED[key].asked(value):
+        if key in REFUSED and REFUSED[key].requested(value):
             settings.fail(key, f"{REFUSED[key].reason}: {REFUSED[key].instead}", value)
         default = READ.get(key, UNREAD.get(key))
         if default is not None and value is not None:

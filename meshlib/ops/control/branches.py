@@ -17,20 +17,20 @@ Results = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
-class Taken:
-    """Results of a branch in the enclosing body: `ends` of its carries, `made` of its other results.
+class BranchResults:
+    """Results of a branch in the enclosing body: `carries` at its end, and `others`.
 
     `operation` is the branch itself; its carries before `mask` are those it was called with.
     """
 
     operation: Operation
-    ends: tuple[Tensor, ...]
-    made: tuple[Tensor, ...]
+    carries: tuple[Tensor, ...]
+    others: tuple[Tensor, ...]
 
     @property
     def mask(self) -> int:
         """The number of the carry with the mask of active indices."""
-        return len(self.ends)
+        return len(self.carries)
 
 
 def branch(
@@ -40,7 +40,7 @@ def branch(
     mask: Tensor,
     active: Active,
     remat: Policy | PartialPolicy = "full",
-) -> Taken:
+) -> BranchResults:
     """Run `body` at the indices where `mask`, [active.dim], is true; returns the carries and other results.
 
     At other indices the body should keep carries unchanged, and its other results are only valid under the same mask.
@@ -62,7 +62,7 @@ def branch(
     for late, end in zip(inside.late.values() if inside else (), finals[len(carries) + 1 :], strict=True):
         assert late.around is not None
         end_late(late.around, end)
-    return Taken(op, tuple(finals[: len(carries)]), tuple(map(_only_trip, stacks)))
+    return BranchResults(op, tuple(finals[: len(carries)]), tuple(map(_only_trip, stacks)))
 
 
 def inner_carry(carry: Tensor, graph: Graph) -> Tensor:

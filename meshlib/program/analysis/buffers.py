@@ -237,7 +237,7 @@ class _Planner:
                 yield buffer
 
     def _overwritable(self, group: int) -> list[Value]:
-        """Operands in memory of which each element of the kernel's results needs only the same element or row."""
+        """Operands in memory that results may overwrite: elements need only the same element or row of them."""
         if group not in self.places:
             elsewhere: set[Value] = set()  # values read at positions other than the result's
             placed: dict[Value, bool] = {}

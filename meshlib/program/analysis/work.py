@@ -35,7 +35,7 @@ def local_types(instruction: Compute) -> tuple[tuple[TensorType, ...], TensorTyp
     """The local types of operands and results: operands with the halos that the result needs, results with their
     margins."""
     out = instruction.outputs[0]
-    taken = (replace(x, margins=_shared(x, out)) if x.margins else x for x in instruction.inputs)
+    taken = (replace(x, margins=_shared_margins(x, out)) if x.margins else x for x in instruction.inputs)
     return tuple(x.local for x in taken), out.local
 
 
@@ -46,5 +46,5 @@ def attributes(program: Program, op: Operation) -> Mapping[str, Any]:
     return op.attrs
 
 
-def _shared(x: Value, out: Value) -> tuple[Margin, ...]:
+def _shared_margins(x: Value, out: Value) -> tuple[Margin, ...]:
     return tuple(m for m in out.margins if m.dim in x.tensor.shape)

@@ -213,10 +213,10 @@ class Comparison:
             for p in self.unchanged
         ]
         lines += _section("in both, alike", same)
-        lines += self._lies()
+        lines += self._sharding_lines()
         return "\n".join(lines)
 
-    def _lies(self) -> list[str]:
+    def _sharding_lines(self) -> list[str]:
         moved = [t for t in self.tensors if not t.same]
         if not moved:
             return ["", f"tensors: all {len(self.tensors)} that are split anywhere have the same axes"]
@@ -315,7 +315,7 @@ def _match(
     """Pairs of collectives with equal kind, tensor and phase; among several, axes and bytes decide, then order."""
     pairs: list[CollectivePair] = []
     left, right = list(a), list(b)
-    for key in (_exactly, _alike):
+    for key in (_exact_key, _rough_key):
         waiting: dict[object, list[Collective]] = {}
         for c in right:
             waiting.setdefault(key(c), []).append(c)
@@ -331,11 +331,11 @@ def _match(
     return left, right, pairs
 
 
-def _exactly(c: Collective) -> object:
+def _exact_key(c: Collective) -> object:
     return (c.kind, c.tensor, c.phase, c.axes, c.payload_bytes, c.sent_bytes, c.count)
 
 
-def _alike(c: Collective) -> object:
+def _rough_key(c: Collective) -> object:
     return (c.kind, c.tensor, c.phase)
 
 
@@ -421,10 +421,10 @@ def _replicated(values: Sequence[Value]) -> tuple[Value, ...]:
 def _section(title: str, entries: Sequence[str]) -> list[str]:
     if not entries:
         return []
-    return ["", f"{title}: {len(entries)}", *_counted(entries)]
+    return ["", f"{title}: {len(entries)}", *_merged(entries)]
 
 
-def _counted(entries: Sequence[str]) -> list[str]:
+def _merged(entries: Sequence[str]) -> list[str]:
     """Equal entries merged, with their number."""
     return [entry if n == 1 else entry.replace("  ", f"  {n} x ", 1) for entry, n in Counter(entries).items()]
 
