@@ -174,7 +174,7 @@ def _gathered(held: Held, first: int) -> Iterator[RingStep]:
     n = len(held)
     for t in range(n - 1):
         transfers = tuple(BlockTransfer(i, (i + 1) % n, (i - t) % n, _block(held, i, (i - t) % n)) for i in range(n))
-        held = _after(held, transfers)
+        held = _held_after(held, transfers)
         yield RingStep(first + t, Phase.GATHER.value, transfers, held)
 
 
@@ -183,7 +183,7 @@ def _reduced(held: Held, first: int) -> Iterator[RingStep]:
     for t in range(n - 1):
         blocks = [(i - t - 1) % n for i in range(n)]
         transfers = tuple(BlockTransfer(i, (i + 1) % n, b, _block(held, i, b), True) for i, b in enumerate(blocks))
-        held = _after(held, transfers)
+        held = _held_after(held, transfers)
         yield RingStep(first + t, Phase.REDUCE.value, transfers, held)
 
 
@@ -191,7 +191,7 @@ def _exchanged(held: Held, first: int, pieces: Sequence[Sequence[Array]]) -> Ite
     n = len(held)
     for t in range(1, n):
         transfers = tuple(BlockTransfer(i, (i + t) % n, i, pieces[i][(i + t) % n], links=t) for i in range(n))
-        held = _after(held, transfers)
+        held = _held_after(held, transfers)
         name = f"{Phase.EXCHANGE.value} over {t} link" + "s" * (t > 1)
         yield RingStep(first + t - 1, name, transfers, held)
 
@@ -202,7 +202,7 @@ def _block(held: Held, node: int, block: int) -> Array:
     return value
 
 
-def _after(held: Held, transfers: Sequence[BlockTransfer]) -> Held:
+def _held_after(held: Held, transfers: Sequence[BlockTransfer]) -> Held:
     """Each node's data once all transfers have arrived; a partial sum that was sent on is no longer held."""
     table = [list(row) for row in held]
     for t in transfers:

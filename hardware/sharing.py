@@ -168,7 +168,7 @@ class SharedLinks:
         self.ends.append(ready)
         if not cost.seconds:
             return {}
-        time, share = self._queued(number) if self.policy == "in turn" and self.spans else (ready, 1.0)
+        time, share = self._serve_queued(number) if self.policy == "in turn" and self.spans else (ready, 1.0)
         if not share:
             return {}
         left, started, coming = self._back_to(time)
@@ -181,7 +181,7 @@ class SharedLinks:
         """Time at which a place has nothing more to send."""
         return max((end for end, busy in zip(self.ends, self._busy, strict=True) if place in busy), default=0.0)
 
-    def _queued(self, number: int) -> tuple[float, float]:
+    def _serve_queued(self, number: int) -> tuple[float, float]:
         """Let a queued collective use the bandwidth that all others leave, as long as one of them holds it back.
 
         Returns: the time at which it is no longer queued, and its remaining share then; 0: it has ended.
@@ -291,14 +291,14 @@ class SharedLinks:
     def _speeds(self, left: Collection[int], started: Collection[int]) -> tuple[dict[int, float], dict[int, float]]:
         """Progress per second of each collective in flight, and the loads of places."""
         loads: dict[int, float] = {}
-        speeds = self._filled(started, loads)
+        speeds = self._fair_speeds(started, loads)
         for n in sorted(set(left) - set(started)):
             speeds[n] = self._spare(n, loads)
             for place, busy in self._busy[n].items():
                 loads[place] = loads.get(place, 0.0) + busy * speeds[n]
         return speeds, loads
 
-    def _filled(self, numbers: Collection[int], loads: dict[int, float]) -> dict[int, float]:
+    def _fair_speeds(self, numbers: Collection[int], loads: dict[int, float]) -> dict[int, float]:
         """Max-min fair speeds: all rise until a place is full or a collective is as fast as alone; adds to `loads`."""
         if len(numbers) == 1:
             (n,) = numbers

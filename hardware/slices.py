@@ -79,9 +79,9 @@ class Slice:
                 raise HardwareError(f"slice {self.name!r} has no twist; {_TWISTS}")
             object.__setattr__(self, "wrap", tuple(side > min(shape) for side in shape))
         if damage:
-            self._lose(read_damage(damage))
+            self._apply_damage(read_damage(damage))
 
-    def _lose(self, damage: Damage) -> None:
+    def _apply_damage(self, damage: Damage) -> None:
         """Replace the torus by what remains of it after damage."""
         if self.slices > 1:
             raise HardwareError(

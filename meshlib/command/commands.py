@@ -73,7 +73,7 @@ def compared(args: argparse.Namespace) -> int:
 
         first, others, sentences = compared_runs(args, slice_of(args.slice))
     else:
-        subject, layouts = _laid(args)
+        subject, layouts = _subject_and_layouts(args)
         first, *others = _estimates_of(args, subject, layouts)
         if not others:
             raise GraphError("compare needs at least two --layout")
@@ -96,7 +96,7 @@ def checked(args: argparse.Namespace) -> int:
     """`meshlib check`: all faults, and notes."""
     if args.compile and not args.slice:
         raise GraphError("check: --compile needs --slice, such as --slice v5e-16")
-    subject, layouts = _laid(args)
+    subject, layouts = _subject_and_layouts(args)
     entries: list[dict[str, Any]] = []
     sound: list[Program] = []
     for name, mesh in layouts:
@@ -135,7 +135,7 @@ def _checked_text(entry: dict[str, Any]) -> str:
 
 def verified(args: argparse.Namespace) -> int:
     """`meshlib verify`: the numbers of each layout against those of one core."""
-    subject, layouts = _laid(args)
+    subject, layouts = _subject_and_layouts(args)
     if subject.config is not None and subject.config.parameters > 1e7:
         raise GraphError(
             f"verify computes every number of {subject.name}: make it small, such as "
@@ -173,7 +173,7 @@ def dims(args: argparse.Namespace) -> int:
     return GOOD
 
 
-def _laid(args: argparse.Namespace) -> tuple[Subject, list[tuple[str, str]]]:
+def _subject_and_layouts(args: argparse.Namespace) -> tuple[Subject, list[tuple[str, str]]]:
     """The subject, and its layouts: those named, or for a model on a slice the first usual one."""
     where = slice_of(args.slice) if args.slice else None
     if is_maxtext(args):
@@ -196,7 +196,7 @@ def _laid(args: argparse.Namespace) -> tuple[Subject, list[tuple[str, str]]]:
 
 
 def _lowered(args: argparse.Namespace) -> list[Program]:
-    return _programs(args, *_laid(args))
+    return _programs(args, *_subject_and_layouts(args))
 
 
 def _programs(args: argparse.Namespace, subject: Subject, layouts: list[tuple[str, str]]) -> list[Program]:
@@ -204,7 +204,7 @@ def _programs(args: argparse.Namespace, subject: Subject, layouts: list[tuple[st
 
 
 def _estimates(args: argparse.Namespace) -> list[Estimate]:
-    return _estimates_of(args, *_laid(args))
+    return _estimates_of(args, *_subject_and_layouts(args))
 
 
 def _estimates_of(args: argparse.Namespace, subject: Subject, layouts: list[tuple[str, str]]) -> list[Estimate]:

@@ -185,7 +185,7 @@ def _verdict(subject: Subject, plan: PlannedLayout, est: Estimate) -> list[str]:
     kinds = sorted(((size, kind) for kind, size in memory.by_kind.items() if size), reverse=True)[:3]
     lines += wrapped(", ".join(f"{bytes_text(size)} {kind}" for size, kind in kinds), "  most of it ", " ")
     if not est.fits:
-        lines += _state(est)
+        lines += _state_line(est)
         lines += _remedies(subject, est)
     lines.append(f"  step       {seconds_text(est.step_seconds)}*, MFU {est.mfu:.1%}*{_rates(subject, est)}")
     shares = sorted(est.bound_seconds.items(), key=lambda item: -item[1])[:3]
@@ -251,7 +251,7 @@ def _that_uses_all(subject: Subject, plan: PlannedLayout, est: Estimate) -> str:
     return f"--layout '{best.name}@{plan.mesh}' uses all axes: {taken} a step{fits}"
 
 
-def _state(est: Estimate) -> list[str]:
+def _state_line(est: Estimate) -> list[str]:
     """A line if no batch fits, with the number of devices needed for variables, slots and gradients alone."""
     memory = est.memory
     if memory.state_bytes <= memory.capacity_bytes:

@@ -197,7 +197,7 @@ class Search:
         if self.objective.closer is not None and n not in self.bare:
             self.bare[n] = self.bounds[n]
             if n not in self.closer:
-                self.closer |= self._answers("bound", [n])
+                self.closer |= self._task_results("bound", [n])
             self.bounds[n] = max(self.bounds[n], self.closer[n])
         return self._may_win(n)
 
@@ -206,7 +206,7 @@ class Search:
         if self.objective.closer is None or self.count == 1 or order[place] in self.closer:
             return
         following = (n for n in order[place:] if n not in self.closer and n not in self.outcomes and self._may_win(n))
-        self.closer |= self._answers("bound", [*islice(following, AHEAD * self.count)])
+        self.closer |= self._task_results("bound", [*islice(following, AHEAD * self.count)])
 
     def _promise(self, n: int) -> tuple[float, tuple[int, ...], float, int]:
         """Sort key: the bound times the mean ratio of value to bound of candidates with the same traits.
@@ -326,11 +326,11 @@ class Search:
         return self.problems[c.choices].estimated(c, self.objective, self.bounds[n])
 
     def _estimated(self, chosen: Sequence[int]) -> dict[int, Outcome]:
-        outcomes = self._answers("estimate", chosen)
+        outcomes = self._task_results("estimate", chosen)
         # An outcome from another process contains a copy of the candidate.
         return {n: replace(o, candidate=self.space[n], bound=self.bounds[n]) for n, o in outcomes.items()}
 
-    def _answers(self, task: str, numbers: Sequence[int]) -> dict[int, Any]:
+    def _task_results(self, task: str, numbers: Sequence[int]) -> dict[int, Any]:
         """A task's result for each candidate; for fewer if time runs out."""
         if self.executor is not None and self.values and len(numbers) > 1:
             return self._answers_of_executor(task, numbers)
@@ -366,12 +366,12 @@ class Search:
         for n, c in enumerate(self.space):
             if n not in self.outcomes:
                 state = BOUNDED if self.bounds[n] >= best else OPEN
-                why = "time ran out" if state == OPEN else self._behind(n, best)
+                why = "time ran out" if state == OPEN else self._why_behind(n, best)
                 self.outcomes[n] = Outcome(c, state, self.bounds[n], why=why)
         outcomes = [self.outcomes[n] for n in range(len(self.space))]
         return Found(tuple(outcomes), self.objective, self.problems, self.build, time.monotonic() - self.begun)
 
-    def _behind(self, n: int, best: float) -> str:
+    def _why_behind(self, n: int, best: float) -> str:
         """Why a candidate cannot be the best, according to its bound."""
         bound, bare = self.bounds[n], self.bare.get(n, self.bounds[n])
         if best <= 0:

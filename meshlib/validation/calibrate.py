@@ -55,8 +55,8 @@ def fit(cases: Sequence[Case], start: Physics = CALIBRATED, rounds: int = ROUNDS
         raise GraphError("fit: no measured cases to fit the constants to")
     physics = start
     for _ in range(rounds):
-        step = _solved(_Slopes.of(cases, physics), range(len(cases)))
-        physics, gain = _along(cases, physics, step)
+        step = _huber_step(_Slopes.of(cases, physics), range(len(cases)))
+        physics, gain = _line_search(cases, physics, step)
         if gain < ENOUGH:
             break
     return physics
@@ -74,15 +74,15 @@ def left_out(cases: Sequence[Case], fitted: Physics, rounds: int = 2) -> dict[st
     physics_of = {}
     for group in groups:
         others = [n for n, c in enumerate(cases) if c.group != group]
-        physics = _solved(shared, others)
+        physics = _huber_step(shared, others)
         for _ in range(rounds - 1):
             moved = np.array([cases[n].residual(physics) for n in others])
-            physics = _solved(_Slopes(physics, moved, shared.slopes[others]), range(len(others)))
+            physics = _huber_step(_Slopes(physics, moved, shared.slopes[others]), range(len(others)))
         physics_of[group] = physics
     return physics_of
 
 
-def _along(cases: Sequence[Case], here: Physics, there: Physics) -> tuple[Physics, float]:
+def _line_search(cases: Sequence[Case], here: Physics, there: Physics) -> tuple[Physics, float]:
     """Line search: the best of some points between two sets of constants, and its gain."""
     names = Physics.fitted()
     best, least = here, _loss(cases, here)
@@ -131,7 +131,7 @@ class _Slopes:
         return cls(physics, here, np.stack(columns, axis=1))
 
 
-def _solved(at: _Slopes, chosen: Sequence[int] | range) -> Physics:
+def _huber_step(at: _Slopes, chosen: Sequence[int] | range) -> Physics:
     """One linearised Huber fit of the constants to the chosen cases."""
     names = Physics.fitted()
     about = [Physics.field(n).metadata for n in names]

@@ -45,7 +45,7 @@ def host_of(row: Row) -> tuple[Host | None, tuple[str, ...], str]:
         return None, (), ""
     table = [r for r in ROWS if includes_input(r) and (r.get("batch") or {}).get("global_examples")]
     table = [r for r in table if _talk(r) == _talk(row) and r.get("chip") == row.get("chip")]
-    pair = _pair(table)
+    pair = _fitted_host(table)
     if pair is None:
         return None, (), "its time is that of a run, with input and start-up, and no two rows say what a host takes"
     host, names = pair
@@ -55,7 +55,7 @@ def host_of(row: Row) -> tuple[Host | None, tuple[str, ...], str]:
     return host, (f"a host's {host.examples_per_second:,.0f} images/s and {host.start_seconds:.3f} s a step: {of}",), ""
 
 
-def _pair(table: Sequence[Row]) -> tuple[Host, tuple[str, str]] | None:
+def _fitted_host(table: Sequence[Row]) -> tuple[Host, tuple[str, str]] | None:
     """The host fitted to the two largest batches on the largest machine, and the ids of these rows."""
     largest = max((r.get("n_chips") or 0 for r in table), default=0)
     runs = sorted((_run(r) for r in table if r.get("n_chips") == largest), reverse=True)

@@ -121,13 +121,13 @@ def _idle(
             continue
         if first - at > end * ROUNDING:
             yield Moment(at, first, rest, None)
-        yield from _sent(event, first, last, chip)
+        yield from _exposed_moments(event, first, last, chip)
         at = last
     if end - at > end * ROUNDING:
         yield Moment(at, end, rest, None)
 
 
-def _sent(event: Event, begin: float, end: float, chip: Chip) -> Iterator[Moment]:
+def _exposed_moments(event: Event, begin: float, end: float, chip: Chip) -> Iterator[Moment]:
     """Moments of an exposed collective: latency, ICI, DCN."""
     assert event.cost is not None
     ici, dcn, latency = network_parts(event.cost, chip)

@@ -360,7 +360,7 @@ class _SchedulePass:
             tail = max(0.0, body.seconds - period)
         seconds, idle = unit.trips * period, 0.0
         if unit.timing is not None:
-            seconds, idle = self._timed(unit.timing, body, seconds)
+            seconds, idle = self._branch_seconds(unit.timing, body, seconds)
         # The body's collectives do not overlap those in flight.
         places = [e for e in body.busy if isinstance(e, int)]
         start = max([self._pay_debt(), self._operands_ready(unit), *map(self.links.free, places)])
@@ -382,7 +382,7 @@ class _SchedulePass:
         self.schedule.host_exposed_seconds += unit.trips * body.host_exposed_seconds
         self._finish(unit, event)
 
-    def _timed(self, timing: Timing, body: StepSchedule, seconds: float) -> tuple[float, float]:
+    def _branch_seconds(self, timing: Timing, body: StepSchedule, seconds: float) -> tuple[float, float]:
         """Seconds of a loop whose devices run different branches per trip, and the idle part of them.
 
         `body` is an average trip, and `seconds` the time of the busiest devices without waits.

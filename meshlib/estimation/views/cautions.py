@@ -42,7 +42,7 @@ def cautions(est: Estimate) -> list[str]:
     """
     return [
         *_memory(est),
-        *_weights(est.program),
+        *_gathered_weights(est.program),
         *(f"chip {line}" for line in assumed_figures([est.slice])),
         *_outside_validated(est),
     ]
@@ -55,7 +55,7 @@ def _memory(est: Estimate) -> Iterator[str]:
         yield f"memory is tight: the step takes {step} of {capacity} on each device, a whole run up to {run}"
 
 
-def _weights(program: Program) -> Iterator[str]:
+def _gathered_weights(program: Program) -> Iterator[str]:
     """Mesh axes over which variables are gathered, with bytes."""
     sent: defaultdict[tuple[str, ...], float] = defaultdict(float)
     for i, _, times in walk(program):

@@ -37,14 +37,14 @@ def difference(first: Estimate, second: Estimate, name: str = "", tokens: tuple[
     held = "the same memory" if not peak else f"{bytes_text(abs(peak))} {'more' if peak > 0 else 'less'} memory"
     fits = "" if first.fits == second.fits else ", which fits" if second.fits else ", which does not fit"
     text = f"{names} is {speed} ({seconds_text(before)} to {seconds_text(after)}{_for(tokens)}) and takes {held}{fits}"
-    return f"{text}{_because(first, second, change, share)}."
+    return f"{text}{_reason(first, second, change, share)}."
 
 
 def _for(tokens: tuple[int, int] | None) -> str:
     return "" if tokens is None or tokens[0] == tokens[1] else f" for {tokens[0]:,} tokens"
 
 
-def _because(first: Estimate, second: Estimate, change: float, share: float) -> str:
+def _reason(first: Estimate, second: Estimate, change: float, share: float) -> str:
     """The largest change in the direction of the step's, and the largest opposite one, if significant.
 
     Times of the second are scaled by `share`, for equal numbers of tokens.

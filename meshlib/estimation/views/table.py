@@ -55,7 +55,7 @@ def _head(est: Estimate) -> list[str]:
     if est.experts is not None:
         lines.append(_experts(est.experts))
     if est.input is not None:
-        lines.append(_fed(est))
+        lines.append(_input_line(est))
     if est.slice.usd_per_hour is not None:
         lines.append(
             f"  cost             {usd_text(est.usd(1000)):>10}  modelled, for 1,000 steps at the list price of "
@@ -64,7 +64,7 @@ def _head(est: Estimate) -> list[str]:
     return lines
 
 
-def _fed(est: Estimate) -> str:
+def _input_line(est: Estimate) -> str:
     """The input rate of the hosts, and whether devices wait for it."""
     given = est.input
     assert given is not None

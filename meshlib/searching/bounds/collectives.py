@@ -33,17 +33,17 @@ def least_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind
       size_bytes: bytes of the value on a device if these axes did not split it.
     """
     mesh, where, group = _ordered(sizes, axes)
-    ways = [(name, size_bytes) for name in _alike(kind)]
+    ways = [(name, size_bytes) for name in _equivalent_kinds(kind)]
     if STEP_KINDS[kind].rearranges:  # or a gather and a slice
         gathers = [(gather.name, size_bytes) for gather in kinds_from(Place.SPLIT, Place.FREE)]
         ways = [*((name, size / group) for name, size in ways), *gathers]
     try:
-        return min([_between(slice_, mesh, where, *option) for option in ways]) + slice_.chip.collective_launch_seconds
+        return min([_bound(slice_, mesh, where, *option) for option in ways]) + slice_.chip.collective_launch_seconds
     except HardwareError:  # no links: the candidate will be refused
         return 0.0
 
 
-def _alike(kind: str) -> list[str]:
+def _equivalent_kinds(kind: str) -> list[str]:
     """The collectives with the same effect; for exchanges, all that preserve the size of blocks."""
     record = STEP_KINDS[kind]
     if record.rearranges:
@@ -58,13 +58,13 @@ def wire_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind:
     """
     mesh, where, group = _ordered(sizes, axes)
     try:
-        least = min([_wire(slice_, mesh, where, name) for name in _alike(kind)])
+        least = min([_wire(slice_, mesh, where, name) for name in _equivalent_kinds(kind)])
         return least / group if STEP_KINDS[kind].rearranges else least
     except HardwareError:  # no links: the candidate will be refused
         return 0.0
 
 
-def _between(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: str, size: float) -> float:
+def _bound(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: str, size: float) -> float:
     """Lower bound from the priced sizes on either side."""
     if size <= 0:
         return 0.0

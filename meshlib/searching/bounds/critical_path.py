@@ -221,7 +221,7 @@ class CriticalPath:
             for s in self._choices(node, axis)
         ]
 
-    def _needed(self, node: Node, edge: Edge, axis: int) -> Sequence[str]:
+    def _required_forms(self, node: Node, edge: Edge, axis: int) -> Sequence[str]:
         """The form that a node requires of an operand over an axis, under each choice."""
         if edge.home is not None:
             return (self._home(edge.home, axis),)
@@ -262,7 +262,7 @@ class CriticalPath:
                 code = len(KINDS) * code + kind
             key = sizes, chosen
             if key not in self._known:
-                self._known[key] = self._sent(edge.sizes, chosen)
+                self._known[key] = self._sent_seconds(edge.sizes, chosen)
             moved[code], summed[code] = self._known[key]
             whole[code] = summed[code] / (2 if KINDS.index(REDUCE) in chosen else 1)
         begun, ended = begins[:, None], ends[:, None]
@@ -281,7 +281,7 @@ class CriticalPath:
         """Collectives (as indices into KINDS) for each pair of choices of both ends."""
         key = edge, axis
         if key not in self._known:
-            left, needed = self._result_forms(source, axis), self._needed(target, edge, axis)
+            left, needed = self._result_forms(source, axis), self._required_forms(target, edge, axis)
             self._known[key] = np.array([[self._kind(a, b, edge) for b in needed] for a in left], np.int64)
         kinds: Ints = self._known[key]
         return kinds
@@ -298,7 +298,7 @@ class CriticalPath:
             return KINDS.index(GATHER)
         return 0 if needed == FREE or self.passages.same(left, needed) else KINDS.index(SWAP)
 
-    def _sent(self, sizes: Bytes, chosen: Sequence[int]) -> tuple[float, float]:
+    def _sent_seconds(self, sizes: Bytes, chosen: Sequence[int]) -> tuple[float, float]:
         """Lower bounds on the seconds sent on an edge: (other collectives, sums).
 
         The longest of several kinds counts, because one collective may serve them all.

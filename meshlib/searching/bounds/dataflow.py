@@ -164,10 +164,10 @@ class Flow:
         if any(self.nodes[n].splits is None for n in ends):
             return True
         attention = [n for n, node in enumerate(self.nodes) if node.attention is not None and n not in ends]
-        return all(n in self._before[edge.source] or edge.target in self._before[n] for n in attention)
+        return all(n in self._ancestors[edge.source] or edge.target in self._ancestors[n] for n in attention)
 
     @cached_property
-    def _before(self) -> Sequence[frozenset[int]]:
+    def _ancestors(self) -> Sequence[frozenset[int]]:
         """The ancestors of each node."""
         ancestors: list[frozenset[int]] = []
         for edges in self.edges:
@@ -282,7 +282,7 @@ class _Maker:
         if op.attrs.get("precision") in EIGHT_BIT:  # rounded before they are sent
             for x in i.inputs[:2]:
                 least = {self.passages.split(x.tensor.shape): float(x.local_size)}
-                self.reached[x] = [replace(r, sizes=_less(r.sizes, least)) for r in self.reached.get(x, ())]
+                self.reached[x] = [replace(r, sizes=_smaller(r.sizes, least)) for r in self.reached.get(x, ())]
         product = Contraction.of(self.program, i, self.origins, self.early)
         node = Node(splits=splits, product=product, reads=self._reads(i), smaller=not full, laid=laid)
         number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.opdef.linear(op).operands)
@@ -335,7 +335,7 @@ class _Maker:
             reach_of_source: dict[int, _Reach] = {}
             for n, x in enumerate(i.inputs):
                 for r in self.reached.get(x, ()):
-                    extended = _Reach(r.source, _less(r.sizes, own), r.linear and n in linear, r.values | {y})
+                    extended = _Reach(r.source, _smaller(r.sizes, own), r.linear and n in linear, r.values | {y})
                     before = reach_of_source.get(r.source)
                     if before is None or extended.least_bytes > before.least_bytes:
                         reach_of_source[r.source] = extended
@@ -407,7 +407,7 @@ def _home(t: Tensor) -> Placed:
     return Placed(t.shape, scope_of(t))
 
 
-def _less(a: Bytes, b: Bytes) -> Bytes:
+def _smaller(a: Bytes, b: Bytes) -> Bytes:
     """The smaller size for each set of dims."""
     sizes = dict(a)
     for names, size in b.items():

@@ -55,7 +55,7 @@ class SplitProducts:
         if numbers is None:
             numbers = []
             for kernel, _, _ in self.kernels:
-                key = _fitting(kernel, dims, size), size
+                key = _splittable_sides(kernel, dims, size), size
                 if key not in self._numbers:
                     self._numbers[key] = len(self._axes)
                     self._axes.append(key)
@@ -94,7 +94,7 @@ class SplitProducts:
         return max(seconds, awaited + (0.0 if stays else hbm_seconds(chip, beside.bytes / count / prod(cuts))))
 
 
-def _fitting(kernel: ProductKernel, dims: frozenset[str], size: int) -> tuple[int, ...]:
+def _splittable_sides(kernel: ProductKernel, dims: frozenset[str], size: int) -> tuple[int, ...]:
     """The sides that an axis may split; if a product's factors match no sides, the first one stands for all."""
     if kernel.factors is None:
         return (0,) if kernel.dims is None or kernel.dims & dims else (NO_SIDE,)
