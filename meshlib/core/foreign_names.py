@@ -54,7 +54,6 @@ _REDUCE = "mtf.reduce_sum, reduce_max, reduce_mean, ..."
 _POOL = "mtf.max_pool, avg_pool or pool"
 _PRINTED = "mtf.Print(x, data, message), or fetch the tensor: mtf.lower({name: x})"
 _LISTED = "print(program), and mtf.estimate(program, slice).table() with every count"
-_PLACED = "hardware.best_placement(slice, axes, demands); mtf.estimate places the axes of a mesh on the torus itself"
 # Public names of Mesh TensorFlow that differ here; `OF_OPERATIONS` covers `SomethingOperation` classes.
 OF_MESH_TENSORFLOW = {
     "Assign": _ASSIGN,

@@ -14,14 +14,7 @@ from meshlib.ops.pointwise.binary import maximum, minimum, pow
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_mean
 from meshlib.ops.pointwise.unary import rsqrt, square
-from meshlib.optimize.base import (
-    LearningRate,
-    Optimizer,
-    OptimizerOptions,
-    Scalars,
-    Update,
-    reduce_rms,
-)
+from meshlib.optimize.base import LearningRate, Optimizer, OptimizerOptions, Scalars, Update, reduce_rms
 from meshlib.optimize.schedules import Schedule
 
 

@@ -12,14 +12,7 @@ from layouts import Dimension, Shape
 from meshlib.core.arguments import at, items
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor
-from meshlib.core.opdef import (
-    TRANSCENDENTAL_OPS,
-    Array,
-    Combination,
-    Linear,
-    PowerProduct,
-    ShapeRule,
-)
+from meshlib.core.opdef import TRANSCENDENTAL_OPS, Array, Combination, Linear, PowerProduct, ShapeRule
 from meshlib.ops.building import as_tensor, build, tensor
 from meshlib.ops.pointwise.elementwise import (
     COMPARED,

@@ -6,13 +6,7 @@ import numpy as np
 
 from meshlib.core.dtypes import as_dtype
 from meshlib.core.graph import Operation, Tensor, TensorType
-from meshlib.core.opdef import (
-    NONLINEAR,
-    Array,
-    Block,
-    Home,
-    Linear,
-)
+from meshlib.core.opdef import NONLINEAR, Array, Block, Home, Linear
 from meshlib.ops.building import build, tensor
 from meshlib.ops.pointwise.elementwise import define
 

@@ -11,24 +11,9 @@ import numpy as np
 
 from meshlib.core import numerics
 from meshlib.core.graph import Tensor
-from meshlib.core.opdef import (
-    TRANSCENDENTAL_OPS,
-    Array,
-    Linear,
-    OpDef,
-    PowerProduct,
-    ShapeRule,
-)
+from meshlib.core.opdef import TRANSCENDENTAL_OPS, Array, Linear, OpDef, PowerProduct, ShapeRule
 from meshlib.ops.building import build, tensor
-from meshlib.ops.pointwise.elementwise import (
-    ANY,
-    FLAG,
-    FLOAT,
-    NUMBER,
-    Unary,
-    define,
-    described,
-)
+from meshlib.ops.pointwise.elementwise import ANY, FLAG, FLOAT, NUMBER, Unary, define, described
 from meshlib.ops.rules import not_differentiable
 
 
