@@ -348,10 +348,10 @@ def remove_stale(folder: str, *names: str) -> None:
     """Remove unlocked temporary files of killed writers: those of the targets `names`, or all of them without names."""
     stems = [f".{_stem(name)}." for name in names]
     try:
-        there = os.listdir(folder)
+        entries = os.listdir(folder)
     except PermissionError:  # a folder with write but no read permission
         return
-    for entry in there:
+    for entry in entries:
         if not TEMPORARY.fullmatch(entry) or (stems and entry[: -len("0123abcd.saving")] not in stems):
             continue
         path = os.path.join(folder, entry)

@@ -150,8 +150,8 @@ class Batching:
             return example
         for name, sizes in self.lengths.items():
             if name not in example or np.ndim(example[name]) < 1:
-                there = f"'{name}' is a single value" if name in example else f"no field '{name}'"
-                raise DataError(f"batch: example {draw}: {there}; its fields: {', '.join(example)}")
+                fault = f"'{name}' is a single value" if name in example else f"no field '{name}'"
+                raise DataError(f"batch: example {draw}: {fault}; its fields: {', '.join(example)}")
             length = len(example[name])
             if length > sizes[-1]:
                 if self.too_long == "drop":

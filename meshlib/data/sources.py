@@ -299,10 +299,10 @@ class Records(Source):
                 self.sizes[places].tolist(), strict=True)
         ):  # fmt: skip
             if file in self.streams:
-                there = self.streams[file].record(at - int(self.first[file]))
-                payloads[n] = there.data
-                if there.fault is not None:
-                    self.leave_out(there.fault)
+                record = self.streams[file].record(at - int(self.first[file]))
+                payloads[n] = record.data
+                if record.fault is not None:
+                    self.leave_out(record.fault)
                 continue
             raw = self.files.read(file, start, size + FOOTER.size)
             if len(raw) < size + FOOTER.size:

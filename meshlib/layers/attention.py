@@ -231,24 +231,24 @@ class _VisibleKeys:
     def context(
         self,
         q: Tensor,
-        there: Held,
+        memory: Held,
         scores: Scores,
         dropout: float,
         dropout_broadcast_dims: Sequence[Dimension] | None,
         numerics: Numerics,
     ) -> Tensor:
         """The weighted mean of values for each query, by the kernel in `scores`."""
-        dims, seen = (self.length, there.length, self.channels), there.mask
+        dims, seen = (self.length, memory.length, self.channels), memory.mask
         if scores.kernel == "flash":
             return attention(
-                q, there.keys, there.values, *dims, None, self.causal, self.window, scores.scale, seen, "context",
+                q, memory.keys, memory.values, *dims, None, self.causal, self.window, scores.scale, seen, "context",
                 self.segments, scores.bias,
             )  # fmt: skip
         if self.segments is not None:
             same = equal(*self.segments)
             seen = same if seen is None else logical_and(seen, same)
         return dot_product_attention(
-            q, there.keys, there.values, *dims, None, seen, scores.bias, dropout, dropout_broadcast_dims, None,
+            q, memory.keys, memory.values, *dims, None, seen, scores.bias, dropout, dropout_broadcast_dims, None,
             self.causal, self.window, scores.scale, numerics.softmax_dtype, "context",
         )  # fmt: skip
 
@@ -310,8 +310,8 @@ def multihead_attention(
     """
     what = "multihead_attention"
     x = as_numerics(numerics, what).cast(tensor(query_antecedent, what))
-    there = memory_antecedent if isinstance(memory_antecedent, Held) else None
-    memory = x if there or memory_antecedent is None else numerics.cast(tensor(memory_antecedent, what))
+    held = memory_antecedent if isinstance(memory_antecedent, Held) else None
+    memory = x if held or memory_antecedent is None else numerics.cast(tensor(memory_antecedent, what))
     _check_arguments(x, memory, scores, dropout, what)
     channels = as_dim(kv_channels, what)
     of_queries, of_memory = ([*dims, channels] for dims in _head_dims(heads, memory_heads, what))
@@ -321,20 +321,20 @@ def multihead_attention(
     operands = _Operands(scores, channels, use_bias, numerics, (length, length), (own, renamed))
 
     with scope(name):
-        shared = flag(share_kv, what, "share_kv") and there is None
+        shared = flag(share_kv, what, "share_kv") and held is None
         same = operands.projected(memory, of_memory, "k", "k/projected") if shared else None
         q, causal, window = operands.operand(x, of_queries, "q"), False, None
-        if there is None:
+        if held is None:
             k, v = (operands.operand(memory, of_memory, part, same) for part in ("k", "v"))
-            there = None if cache is None else cache(k, v)
-            if there is None:
-                there, causal, window = Held(k, v, renamed, mask), scores.causal, scores.window
+            held = None if cache is None else cache(k, v)
+            if held is None:
+                held, causal, window = Held(k, v, renamed, mask), scores.causal, scores.window
         numbers = None
         if scores.segments is not None:
             of_keys = scores.segments[1]
             numbers = scores.segments[0], of_keys if own == renamed else rename_dimension(of_keys, own, renamed)
         visible = _VisibleKeys(length, channels, causal, window, numbers)
-        context = visible.context(q, there, scores, dropout, dropout_broadcast_dims, numerics)
+        context = visible.context(q, held, scores, dropout, dropout_broadcast_dims, numerics)
         start = initializers.scaled_normal(of_queries)
         biased = use_bias if use_out_bias is None else flag(use_out_bias, what, "use_out_bias")
         return projection(context, x.shape[-1], of_queries, biased, start, numerics, "out", "out")

@@ -111,15 +111,15 @@ def _within_best_groups(favour: Tensor, experts: Dimension, routing: Routing) ->
     groups = Dimension("expert_groups", routing.expert_groups)
     members = Dimension("group_experts", experts.size // groups.size)
     rest = [d for d in favour.shape if d != experts]
-    apart = reshape(stop_gradient(favour), [*rest, groups, members])
+    grouped = reshape(stop_gradient(favour), [*rest, groups, members])
     count = 1 if routing.group_score == "max" else 2
-    best, _ = top_k(apart, members, Dimension("best", count))
+    best, _ = top_k(grouped, members, Dimension("best", count))
     total = reduce_sum(best, output_shape=[*rest, groups])
     best_groups = Dimension("kept_groups", routing.groups_per_token)
     _, index = top_k(total, groups, best_groups)
-    hit = reduce_sum(cast(equal(index, numbers_beside(favour, groups)), "int32"), output_shape=[*rest, groups])
-    taken = reshape(broadcast(greater(hit, 0), [*rest, groups, members]), favour.shape)
-    return where(taken, favour, -1e30)
+    is_best = reduce_sum(cast(equal(index, numbers_beside(favour, groups)), "int32"), output_shape=[*rest, groups])
+    allowed = reshape(broadcast(greater(is_best, 0), [*rest, groups, members]), favour.shape)
+    return where(allowed, favour, -1e30)
 
 
 def numbers_beside(x: Tensor, dim: Dimension) -> Tensor:
@@ -231,19 +231,19 @@ def _assign_in_rounds(
     one, nobody = Dimension(choices.name, 1), experts.size
     rounds = [[gather(x, n, choices) for x in (chosen.index, chosen.gate)] for n in range(choices.size)]
     index, gate = zeros_like(rounds[0][0]) + nobody, zeros_like(rounds[0][1])
-    place, taken = zeros_like(index), zeros_like(counts(index, experts, queues))
+    slot, assigned = zeros_like(index), zeros_like(counts(index, experts, queues))
     for wanted, weight in rounds:
-        asked = where(less(index, nobody), nobody, wanted)
-        queued, _ = _positions(reshape(asked, [*rest, one]), tokens, experts)
-        before = gather(taken, asked, experts, out_of_range="zero")
+        requested = where(less(index, nobody), nobody, wanted)
+        queued, _ = _positions(reshape(requested, [*rest, one]), tokens, experts)
+        before = gather(assigned, requested, experts, out_of_range="zero")
         queue_position = reshape(queued, rest) + transpose(before, rest)
-        fits = logical_and(less(queue_position, places.size), less(asked, nobody))
-        index, gate, place = where(fits, asked, index), where(fits, weight, gate), where(fits, queue_position, place)
-        taken = taken + counts(where(fits, asked, nobody), experts, queues)
+        fits = logical_and(less(queue_position, places.size), less(requested, nobody))
+        index, gate, slot = where(fits, requested, index), where(fits, weight, gate), where(fits, queue_position, slot)
+        assigned = assigned + counts(where(fits, requested, nobody), experts, queues)
     load = counts(rounds[0][0], experts, queues)
-    dropped = reduce_sum(load - taken, reduced_dim=experts)
-    index, gate, place = (reshape(x, [*rest, one]) for x in (index, gate, place))
-    return _slots(index, gate, place, tokens, experts, places), dropped, load
+    dropped = reduce_sum(load - assigned, reduced_dim=experts)
+    index, gate, slot = (reshape(x, [*rest, one]) for x in (index, gate, slot))
+    return _slots(index, gate, slot, tokens, experts, places), dropped, load
 
 
 # ---------------------------------------------------------------- experts choose tokens

@@ -154,11 +154,11 @@ def moe(
         choice(form, what, "form", FORMS if len(levels) == 1 else FORMS[:2])
 
     def compute(
-        there: Tensor, dims: tuple[Dimension, ...], gates: Tensor | None, grouping: Grouping | None = None
+        dispatched: Tensor, dims: tuple[Dimension, ...], gates: Tensor | None, grouping: Grouping | None = None
     ) -> Tensor:
         return feed_forward(
-            there, hidden, activation, gated, use_bias, dropout if training else 0.0, None, numerics, "experts", dims,
-            gates, grouping,
+            dispatched, hidden, activation, gated, use_bias, dropout if training else 0.0, None, numerics, "experts",
+            dims, gates, grouping,
         )  # fmt: skip
 
     with scope(name):
@@ -246,22 +246,22 @@ def _route(
     if rows is not None:
         slots, grouping = _sorted_by_expert(slots, inside, rows)
         sorted_tokens = rows.grouped(grouped, 1)
-        there, back = _by_lookup(sorted_tokens, sorted_tokens.shape[-2], slots)
+        dispatched, back = _by_lookup(sorted_tokens, sorted_tokens.shape[-2], slots)
     elif form == "dense":
-        there, gates = grouped, inside.enter(_gates(slots, tokens), "gates")
+        dispatched, gates = grouped, inside.enter(_gates(slots, tokens), "gates")
     else:
-        there, back = _MOVES[form](grouped, tokens, slots)
+        dispatched, back = _MOVES[form](grouped, tokens, slots)
     crosses = grouping is None or grouping.parts  # rows of all experts stay with their tokens
-    there = inside.enter(there, "dispatched") if crosses else there
+    dispatched = inside.enter(dispatched, "dispatched") if crosses else dispatched
     dropped, load, loss, balance, z = (
         decision.dropped, decision.load, decision.balance_loss * routing.loss_coef + decision.z_loss * routing.z_loss,
         decision.balance_loss, decision.z_loss,
     )  # fmt: skip
     if inner:
         filled = inside.enter(greater_equal(slots.token, 0), "filled")
-        filled = transpose(filled, there.shape.dims[:-1])
+        filled = transpose(filled, dispatched.shape.dims[:-1])
         with scope("inner"):
-            below = _route(there, inner, (many,), filled, training, form, numerics, compute)
+            below = _route(dispatched, inner, (many,), filled, training, form, numerics, compute)
         combined = below.values
         # Per group of this level; dropped choices are summed over its experts, losses are averaged.
         dropped = dropped + reduce_sum(inside.leave(below.dropped, "dropped"), output_shape=dropped.shape)
@@ -272,7 +272,7 @@ def _route(
             for own, t in ((loss, below.loss), (balance, below.balance_loss), (z, below.z_loss))
         )
     else:
-        combined = compute(there, (*held, many), gates, grouping)
+        combined = compute(dispatched, (*held, many), gates, grouping)
     combined = inside.leave(combined, "combined") if crosses else combined
     values = reshape(combined if back is None else back(combined), x.shape, "out")
     return Mixture(values, loss, balance, z, dropped, load)
@@ -317,9 +317,9 @@ def _inner_name(group: str, second: bool) -> str:
 
 def _renamed(x: Tensor, names: Mapping[str, str], last: str) -> Tensor:
     """`x` with dims renamed by `names`; the last operation is named `last`."""
-    here = [(old, new) for old, new in names.items() if old in x.shape]
-    for n, (old, new) in enumerate(here, start=1):
-        x = rename_dimension(x, old, new, last if n == len(here) else None)
+    pairs = [(old, new) for old, new in names.items() if old in x.shape]
+    for n, (old, new) in enumerate(pairs, start=1):
+        x = rename_dimension(x, old, new, last if n == len(pairs) else None)
     return x
 
 

@@ -53,8 +53,8 @@ class _Blocks:
 
     def near(self) -> Tensor:
         """True for keys that exist and are within the radius: [blocks, rows, keys]."""
-        apart = self.distance()
-        near = logical_and(greater(apart, -self.radius), less_equal(apart, 0 if self.causal else self.radius))
+        distance = self.distance()
+        near = logical_and(greater(distance, -self.radius), less_equal(distance, 0 if self.causal else self.radius))
         place = positions_of(self.blocks) * self.rows.size + (positions_of(self.keys) - self.left)
         return logical_and(near, logical_and(greater_equal(place, 0), less(place, self.dim.size)))
 

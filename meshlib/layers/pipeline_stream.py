@@ -86,16 +86,16 @@ class Stream:
         """Per trip: the stage that takes from the stream, the stage that writes to it, and the slot."""
         graph, stages = current_graph("pipeline"), self.plan.stages
         exchanges = [self.plan.exchange(trip) for trip in range(self.trip.size)]
-        happens = np.array([n is not None for n in exchanges])[:, None]
+        exchanging = np.array([n is not None for n in exchanges])[:, None]
         shape = Shape([self.trip, self.stage])
         numbers = np.array([0 if n is None else n % self.slot.size for n in exchanges], np.int32)
         tables = [
-            table(graph, happens & self._at(0), shape, BOOL, "takes"),
-            table(graph, happens & self._at(stages - 1), shape, BOOL, "gives"),
+            table(graph, exchanging & self._at(0), shape, BOOL, "takes"),
+            table(graph, exchanging & self._at(stages - 1), shape, BOOL, "gives"),
             table(graph, numbers, Shape([self.trip]), INT32, "slot"),
         ]
-        if not happens.all():
-            tables.append(table(graph, np.repeat(happens, stages, axis=1), shape, BOOL, "exchanges"))
+        if not exchanging.all():
+            tables.append(table(graph, np.repeat(exchanging, stages, axis=1), shape, BOOL, "exchanges"))
         return tables
 
     def _at(self, stage: int) -> Array:
@@ -106,43 +106,47 @@ class Stream:
 
         If not every trip has an exchange, it is a branch, which all devices skip together.
         """
-        _, gives, number, *happens = tables
-        if not happens:
-            return self._exchanged(slots, y, [gives, number])
+        _, writes, number, *exchanging = tables
+        if not exchanging:
+            return self._exchanged(slots, y, [writes, number])
 
         def body(carries: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
             (before,) = carries
             graph = before.graph
-            held, after = self._exchanged(before, graph.adopt(y), [graph.adopt(t) for t in (gives, number, *happens)])
-            return [after], [held]
+            read, after = self._exchanged(
+                before, graph.adopt(y), [graph.adopt(t) for t in (writes, number, *exchanging)]
+            )
+            return [after], [read]
 
         all_stages = tuple(range(self.plan.stages))
         trips = (all_stages if self.plan.exchange(trip) is not None else () for trip in range(self.trip.size))
-        results = branch("exchange", body, [slots], happens[0], Active(self.stage.name, tuple(trips), self.plan.stages))
+        results = branch(
+            "exchange", body, [slots], exchanging[0], Active(self.stage.name, tuple(trips), self.plan.stages)
+        )
         return results.others[0], results.carries[0]
 
     def _exchanged(self, slots: Tensor, y: Tensor, tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The exchange with a custom gradient: the same in the other direction, writing one slot of the cotangent in
         place."""
 
-        def run(slots: Tensor, y: Tensor, gives: Tensor, number: Tensor, *happens: Tensor) -> tuple[Tensor, Tensor]:
-            held = gather(slots, number, self.slot)
-            moved = shift(held, -1, self.stage, wrap=False, name="to_previous_stage")
-            put = where(gives, y, moved, output_shape=held.shape)
-            if happens:
-                put = where(happens[0], put, held, output_shape=held.shape)
-            return held, update_slice(slots, put, self.slot, number)
+        def run(slots: Tensor, y: Tensor, writes: Tensor, number: Tensor, *exchanging: Tensor) -> tuple[Tensor, Tensor]:
+            read = gather(slots, number, self.slot)
+            moved = shift(read, -1, self.stage, wrap=False, name="to_previous_stage")
+            written = where(writes, y, moved, output_shape=read.shape)
+            if exchanging:
+                written = where(exchanging[0], written, read, output_shape=read.shape)
+            return read, update_slice(slots, written, self.slot, number)
 
         def back(inputs: Sequence[Tensor], _: object, cotangents: Sequence[Tensor]) -> list[Tensor | None]:
-            _, _, gives, number, *happens = inputs
-            d_held, d_slots = cotangents
-            d_put = gather(d_slots, number, self.slot)
-            d_moved = where(gives, 0, d_put, output_shape=d_put.shape)
+            _, _, writes, number, *exchanging = inputs
+            d_read, d_slots = cotangents
+            d_written = gather(d_slots, number, self.slot)
+            d_moved = where(writes, 0, d_written, output_shape=d_written.shape)
             passed = shift(d_moved, 1, self.stage, wrap=False, name="to_next_stage")
-            if happens:
-                passed = where(happens[0], passed, d_put, output_shape=d_put.shape)
-            before = update_slice(d_slots, add(d_held, passed), self.slot, number)
-            return [before, where(gives, d_put, 0, output_shape=d_put.shape), *(None for _ in tables)]
+            if exchanging:
+                passed = where(exchanging[0], passed, d_written, output_shape=d_written.shape)
+            before = update_slice(d_slots, add(d_read, passed), self.slot, number)
+            return [before, where(writes, d_written, 0, output_shape=d_written.shape), *(None for _ in tables)]
 
-        held, after = custom_gradient(run, back, [slots, y, *tables])
-        return held, after
+        read, after = custom_gradient(run, back, [slots, y, *tables])
+        return read, after

@@ -17,11 +17,11 @@ class LaterWeights:
         outside = around.loop_body
         assert outside is not None
         fixed = set(outside.captured.values())  # the same in each tick
-        self.outer = {x: y for x in later.taken if (y := graph.outer_of(x)) is not None}
+        self.outer = {x: y for x in later.inputs if (y := graph.outer_of(x)) is not None}
         self.tables = [x for x, y in self.outer.items() if y not in fixed and not y.dtype.is_float]
         self.fixed = [x for x, y in self.outer.items() if y in fixed]
         elsewhere = {*self.tables, *self.fixed}
-        self.stored = [x for x in later.taken if x not in elsewhere]
+        self.stored = [x for x in later.inputs if x not in elsewhere]
 
     def written(self, graph: Graph, read: Sequence[Tensor], swapped: Mapping[Tensor, Tensor]) -> list[Tensor]:
         """The gradients, in the body of their branch, from stored operands, with tables swapped for their task's."""

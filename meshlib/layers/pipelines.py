@@ -210,11 +210,11 @@ class _PipelineLoop:
             of_loop.held, of_loop.chosen = (self.repeat, self.stage), (self.repeat, others.pop(0))
         y, sums = self._stages(x, others)
         entering, slots = self.stream.exchange(slots, y, tables)
-        takes, gives, *_ = tables
+        reads, writes, *_ = tables
         circle = self.plan.repeats > 1
-        sent = where(gives, 0, y, output_shape=y.shape) if circle else y
+        sent = where(writes, 0, y, output_shape=y.shape) if circle else y
         moved = shift(sent, 1, self.stage, wrap=circle, name="to_next_stage")
-        following = add(where(takes, entering, 0, output_shape=y.shape), moved)
+        following = add(where(reads, entering, 0, output_shape=y.shape), moved)
         return [following, slots, *(where(of_loop.working, t, 0, output_shape=t.shape) for t in sums)], []
 
     def _stages(self, x: Tensor, beside: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:

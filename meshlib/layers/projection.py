@@ -175,7 +175,7 @@ def projection(
 
 def _kernel(
     x: Tensor,
-    apart: Sequence[Dimension],
+    expert_dims: Sequence[Dimension],
     reduced: Sequence[Dimension],
     new: Sequence[Dimension],
     initializer: initializers.Initializer | None,
@@ -183,8 +183,8 @@ def _kernel(
 ) -> Tensor:
     """The weights, one kernel for each expert."""
     init = initializers.scaled_normal(reduced) if initializer is None else initializer
-    init = initializers.stacked(init, len(apart)) if apart else init
-    return numerics.weights("kernel", [*apart, *reduced, *new], reduced, init, x.dtype)
+    init = initializers.stacked(init, len(expert_dims)) if expert_dims else init
+    return numerics.weights("kernel", [*expert_dims, *reduced, *new], reduced, init, x.dtype)
 
 
 def _result_shape(
@@ -207,10 +207,10 @@ def _reduced(x: Tensor, reduced_dims: Sequence[Dimension] | None, name: str) -> 
 
 
 def _check_distinct(
-    x: Tensor, new: Sequence[Dimension], reduced: Sequence[Dimension], apart: Sequence[Dimension], what: str
+    x: Tensor, new: Sequence[Dimension], reduced: Sequence[Dimension], expert_dims: Sequence[Dimension], what: str
 ) -> None:
     """Raise ShapeError if an expert dim is contracted, or x already has a new dim."""
-    twice = [str(d) for d in apart if d in reduced]
+    twice = [str(d) for d in expert_dims if d in reduced]
     if twice:
         raise ShapeError(f"{what}: {', '.join(twice)} can't be in both reduced_dims and expert_dims")
     clashing = [str(d) for d in new if d.name in x.shape]

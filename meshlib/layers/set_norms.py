@@ -53,9 +53,7 @@ class NormSets:
     def of(cls, x: Tensor, apart: Sequence[Dimension], cut: Dimension | None, groups: int) -> NormSets:
         """The sets, with dims in the order of x."""
         set_dims = Shape([d for d in x.shape if d in apart or (d == cut and groups > 1)])
-        if cut is None or groups == 1:
-            return cls(x.shape, set_dims)
-        if groups == cut.size:
+        if cut is None or groups in (1, cut.size):
             return cls(x.shape, set_dims)
         return cls(x.shape, set_dims, cut, Dimension(free_name(f"{cut.name}_group", x.shape.names), groups))
 

@@ -253,8 +253,8 @@ class Builder:
 
     def _input(self, name: str, dim: Dimension) -> Tensor:
         with absolute_scope("/".join(self.scope_around)):  # outside the scopes of encoder and decoder
-            there = self.given.get(name)
-            input_tensor = self.inputs[name] = input(name, [self.batch, dim], "int32") if there is None else there
+            given = self.given.get(name)
+            input_tensor = self.inputs[name] = input(name, [self.batch, dim], "int32") if given is None else given
         return input_tensor if self.pipeline is None else self.pipeline.cut(input_tensor)
 
     def stack(self, tokens: Tensor, count: int, causal: bool, memory: Tensor | None = None, **more: Any) -> Tensor:
@@ -314,12 +314,12 @@ class Builder:
         def stage(h: Tensor, *own: Tensor) -> Tensor | tuple[Tensor, list[Tensor]]:
             self.expert_stats = {}
             changes: dict[str, Any] = dict(zip(beside, own, strict=True))
-            mine = replace(blocks, **changes)
-            y = self.run_of_layers(mine, h, run, "layers", trips_from=1)
+            of_stage = replace(blocks, **changes)
+            y = self.run_of_layers(of_stage, h, run, "layers", trips_from=1)
             names.extend(self.expert_stats)
             sums = [
                 t for stats in self.expert_stats.values()
-                for t in pipeline.sums(_weighted_by_tokens(stats.loss, mine), stats.dropped, stats.load)
+                for t in pipeline.sums(_weighted_by_tokens(stats.loss, of_stage), stats.dropped, stats.load)
             ]  # fmt: skip
             return (y, sums) if sums else y
 

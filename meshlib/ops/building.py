@@ -117,9 +117,9 @@ def _named_dim(text: str, what: str, among: Iterable[Tensor]) -> Dimension:
             return new_dim
         except (LayoutError, ValueError) as fault:
             raise ShapeError(f"{what} ({source_line()}): {text!r} is not a dim such as 'batch:8': {fault}") from None
-    there = {d.name: d for x in among for d in x.shape}
-    known_dim = there.get(text.strip())
+    dim_of = {d.name: d for x in among for d in x.shape}
+    known_dim = dim_of.get(text.strip())
     if known_dim is None:
-        hint = nearest(text, there) if there else f"; give its size too, such as '{text}:8'"
+        hint = nearest(text, dim_of) if dim_of else f"; give its size too, such as '{text}:8'"
         raise ShapeError(f"{what} ({source_line()}): no dim {text!r}{hint}")
     return known_dim

@@ -221,8 +221,8 @@ def _depending_on(operations: Sequence[Operation], rewrites: Sequence[Rewrite], 
     ruled = {op: r for r in rewrites if r.gradient is not None for op in r.operations}
     dependent = set(xs)
     for op in operations:
-        taken = ruled[op].inputs if op in ruled and not _is_read(op) else op.inputs
-        if any(x in dependent for x in taken):
+        inputs = ruled[op].inputs if op in ruled and not _is_read(op) else op.inputs
+        if any(x in dependent for x in inputs):
             dependent.update(op.outputs)
     return dependent
 

@@ -162,9 +162,9 @@ class _Step:
             y = cast(y, "int32")
         if self.small not in y.shape:
             return wide(y)
-        mine = equal(range(self.micro), index)
+        is_current = equal(range(self.micro), index)
         shape = _replaced(y.shape, self.small, [self.small, self.micro])
-        return where(mine, broadcast(y, shape), scalar(0, y))
+        return where(is_current, broadcast(y, shape), scalar(0, y))
 
     # ------------------------------------------------------------ outside
 

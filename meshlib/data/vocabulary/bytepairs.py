@@ -270,8 +270,8 @@ class BytePairs:
 
     def _special(self, name: str) -> int:
         if name not in self.specials:
-            there = ", ".join(self.specials) or "none"
-            raise GraphError(f"{at(WHAT)}: the vocabulary has no {name}; its special tokens: {there}")
+            specials = ", ".join(self.specials) or "none"
+            raise GraphError(f"{at(WHAT)}: the vocabulary has no {name}; its special tokens: {specials}")
         return self.specials[name]
 
     @cache  # noqa: B019 (two patterns at most, which live as long as the vocabulary)

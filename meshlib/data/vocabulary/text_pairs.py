@@ -109,8 +109,8 @@ def text_to_text(
             raise GraphError(f"{at(what)}: pair {n} must be (source, target), got {pair!r:.80}")
         source, target = (_encoded(vocabulary, text, what, n) for text in pair)
         rows.add(n, {"source": source, "target": [*target, end]})
-    sources = rows.laid("source")
-    targets = rows.laid("target")
+    sources = rows.side("source")
+    targets = rows.side("target")
     return rows.examples(
         {
             "sources": sources.tokens,
@@ -140,14 +140,14 @@ def texts_in_rows(
     end, start = _end(vocabulary, what), _start(start_token, what)
     for n, text in enumerate(_given(texts, what, "texts")):
         rows.add(n, {"target": [*_encoded(vocabulary, text, what, n), end]})
-    return rows.examples(_shifted(rows.laid("target"), start))
+    return rows.examples(_shifted(rows.side("target"), start))
 
 
 # ------------------------------------------------------------ implementation
 
 
 @dataclass(frozen=True)
-class _Laid:
+class _Side:
     """Tokens of one side in rows."""
 
     tokens: Array
@@ -155,7 +155,7 @@ class _Laid:
     positions: Array
 
 
-def _shifted(targets: _Laid, start: int) -> dict[str, Array]:
+def _shifted(targets: _Side, start: int) -> dict[str, Array]:
     """The input tokens: each target's previous token in its text, the start token for the first."""
     tokens = np.zeros_like(targets.tokens)
     tokens[:, 1:] = targets.tokens[:, :-1]
@@ -203,7 +203,7 @@ class _TextRows:
         self.rows.append([truncated])
         self.open.append((len(self.rows) - 1, {side: n - len(truncated[side]) for side, n in self.lengths.items()}))
 
-    def laid(self, side: str) -> _Laid:
+    def side(self, side: str) -> _Side:
         """One side of all rows as arrays."""
         shape = (len(self.rows), self.lengths[side])
         tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
@@ -215,7 +215,7 @@ class _TextRows:
                 segments[r, begin:stop] = n
                 positions[r, begin:stop] = np.arange(stop - begin)
                 begin = stop
-        return _Laid(tokens, segments, positions)
+        return _Side(tokens, segments, positions)
 
     def examples(self, arrays: dict[str, Array]) -> TextExamples:
         """The result for the caller."""

@@ -134,4 +134,4 @@ def _missing(c: TransformerConfig) -> list[str]:
         "label smoothing": c.label_smoothing > 0,
         f"the activation {c.activation!r}": c.activation == "gelu_exact",
     }
-    return [what for what, there in parts.items() if there]
+    return [what for what, is_present in parts.items() if is_present]

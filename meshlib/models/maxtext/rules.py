@@ -84,8 +84,8 @@ def assigned(rules: Iterable[LogicalRule], names: Sequence[str]) -> tuple[tuple[
     for name, axes in rules:
         if name in names:
             place = names.index(name)
-            taken = {axis for other in axes_of_place.values() for axis in other}
-            if place not in axes_of_place and not taken & {*axes}:
+            used_axes = {axis for other in axes_of_place.values() for axis in other}
+            if place not in axes_of_place and not used_axes & {*axes}:
                 axes_of_place[place] = axes
     return tuple(axes_of_place.get(n, ()) for n in range(len(names)))
 

@@ -204,8 +204,8 @@ def _model(
         (f for f in (folder / f"{name.replace('-Instruct', '')}.yml" for folder in folders) if f.is_file()), None
     )
     if file is None:
-        there = sorted({f.stem for folder in folders if folder.is_dir() for f in folder.glob("*.yml")})
-        hint = nearest(name, there) if there else f"; give the folder of model files, models=... (tried {folders[0]})"
+        names = sorted({f.stem for folder in folders if folder.is_dir() for f in folder.glob("*.yml")})
+        hint = nearest(name, names) if names else f"; give the folder of model files, models=... (tried {folders[0]})"
         raise GraphError(f"{WHAT}: {where}: model_name={name}: there is no file {name}.yml{hint}")
     entries = _read(file)
     if values.get("override_model_config") is True:
@@ -243,8 +243,8 @@ def _with_rules(settings: Settings, rules: list[Any], folders: Sequence[Path]) -
         tried = [folder.parent / "custom_mesh_and_rule" / f"{from_custom}.yml" for folder in folders]
         file = next((f for f in tried if f.is_file()), None)
         if file is None:
-            there = sorted({f.stem for t in tried if t.parent.is_dir() for f in t.parent.glob("*.yml")})
-            settings.fail("custom_mesh_and_rule", f"there is no file {from_custom}.yml{nearest(from_custom, there)}")
+            names = sorted({f.stem for t in tried if t.parent.is_dir() for f in t.parent.glob("*.yml")})
+            settings.fail("custom_mesh_and_rule", f"there is no file {from_custom}.yml{nearest(from_custom, names)}")
         entries = _read(file)
         for key in ("mesh_axes", "data_sharding"):
             if key in entries:

@@ -35,14 +35,14 @@ def weights_are_separate() -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Deferred:
-    """Deferred operations of a graph, in order, with the outer values `taken` that they read."""
+    """Deferred operations of a graph, in order, with the outer values `inputs` that they read."""
 
     operations: tuple[Operation, ...]
-    taken: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...]
     known: Mapping[Tensor, Tensor]
 
     def written(self, graph: Graph, given: Mapping[Tensor, Tensor], results: Sequence[Tensor]) -> list[Tensor]:
-        """Copy the operations to `graph` and return the copies of `results`; `given` has a tensor per `taken` value."""
+        """Copy the operations to `graph` and return the copies of `results`; `given` has a tensor per input."""
         inside = {x: given[value] for x, value in self.known.items() if value in given}
         copies = replay(self.operations, (), {**inside, **given}, graph)
         return [copies[y] for y in results]
@@ -61,36 +61,36 @@ def deferred(
       is_kept: (value needed by both) -> True if it can be passed on; otherwise it is recomputed.
       beside: values that are always passed on.
     """
-    apart = {op for op in needed(graph.known.get(y, y).operation for y in later) if op.opdef.kind not in RESIDENT}
-    there = {graph.known[x].operation for op in apart for x in op.inputs if x in graph.known}  # passed on
-    apart -= needed([*(graph.known.get(y, y).operation for y in first), *there, *(x.operation for x in beside)])
-    taken, known = _values_read(graph, apart, is_kept)
+    later_ops = {op for op in needed(graph.known.get(y, y).operation for y in later) if op.opdef.kind not in RESIDENT}
+    passed_on = {graph.known[x].operation for op in later_ops for x in op.inputs if x in graph.known}
+    later_ops -= needed([*(graph.known.get(y, y).operation for y in first), *passed_on, *(x.operation for x in beside)])
+    read, known = _values_read(graph, later_ops, is_kept)
     # Operands that a loop does not read must still be given.
-    spare = {x for op in apart for x in op.inputs if x.operation not in apart and x not in known}
-    taken.update(dict.fromkeys(x for x in spare if x.operation.opdef.kind in RESIDENT))
-    operations = tuple(op for op in graph.operations if op in apart)
-    return Deferred(operations, tuple(taken), known)
+    unread = {x for op in later_ops for x in op.inputs if x.operation not in later_ops and x not in known}
+    read.update(dict.fromkeys(x for x in unread if x.operation.opdef.kind in RESIDENT))
+    operations = tuple(op for op in graph.operations if op in later_ops)
+    return Deferred(operations, tuple(read), known)
 
 
 def _values_read(
-    graph: Graph, apart: set[Operation], is_kept: Callable[[Tensor], bool]
+    graph: Graph, operations: set[Operation], is_kept: Callable[[Tensor], bool]
 ) -> tuple[dict[Tensor, None], dict[Tensor, Tensor]]:
     """The values read by these operations, and known values of their inputs; recomputed operations are added to
-    `apart`."""
-    taken: dict[Tensor, None] = {}
+    `operations`."""
+    read: dict[Tensor, None] = {}
     known: dict[Tensor, Tensor] = {}
-    waiting = list(apart)
+    waiting = list(operations)
     while waiting:
         op = waiting.pop()
         for x in (op.inputs[n] for n in op.needs):
             value = graph.known.get(x, x)
             if value is not x:
                 known[x] = value
-            if value.operation in apart:
+            if value.operation in operations:
                 continue
             if value.operation.opdef.kind in RESIDENT or is_kept(value):
-                taken[value] = None
+                read[value] = None
             else:
-                apart.add(value.operation)
+                operations.add(value.operation)
                 waiting.append(value.operation)
-    return taken, known
+    return read, known

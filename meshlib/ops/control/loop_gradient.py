@@ -102,8 +102,8 @@ class _Backwards:
         seeds = [*carries[: len(self.floats)], *dys]
         before = [t for t in befores if t.dtype.is_float]
         sliced = [(n, xs[n]) for n, x in enumerate(self.xs) if x.dtype.is_float and is_wanted(x)]
-        taken = [graph.adopt(x) for x in self.sums]
-        cotangents = gradients(ys, [*before, *(t for _, t in sliced), *taken], seeds)
+        sources = [graph.adopt(x) for x in self.sums]
+        cotangents = gradients(ys, [*before, *(t for _, t in sliced), *sources], seeds)
         filled = [_no_cotangent(t) if g is None else g for g, t in zip(cotangents, before, strict=False)]
         for n, dy in zip(self.joining, joining, strict=True):
             filled[n] = filled[n] + _as_carried(dy, filled[n])
@@ -151,7 +151,7 @@ class _Backwards:
             ends, dxs = self._step([*carries, *zeros], given)
             results = [*ends[carried:], *dxs]
             later = deferred(graph, ends[:carried], results, lambda x: dim.name not in x.shape)
-            for x in later.taken:
+            for x in later.inputs:
                 if x in given:
                     sliced.append((x, list(given).index(x)))
                 elif (outer := graph.outer_of(x)) is not None:

@@ -145,8 +145,8 @@ def constant(
             raise ShapeError(f"{at('constant')}: lists in a list must be of one length, got {value!r:.80}") from None
     if isinstance(value, np.ndarray):
         return table(current_graph("constant"), value, Shape(as_dims(shape, "constant")), element_type, name)
-    held = fitting(value, element_type, "constant")
-    return _constant(current_graph("constant"), held, Shape(as_dims(shape, "constant")), element_type, name)
+    fitted = fitting(value, element_type, "constant")
+    return _constant(current_graph("constant"), fitted, Shape(as_dims(shape, "constant")), element_type, name)
 
 
 def zeros(shape: Shape | Sequence[Dimension] | Dimension, dtype: object = "float32", name: str | None = None) -> Tensor:
@@ -202,8 +202,8 @@ def ones_like(t: Tensor, name: str | None = None) -> Tensor:
 
 
 def _like(t: Tensor, value: int, what: str, name: str | None) -> Tensor:
-    held = fitting(value, tensor(t, f"{what}_like").dtype, f"{what}_like")
-    return _constant(beside(t), held, t.shape, t.dtype, what if name is None else name)
+    fitted = fitting(value, tensor(t, f"{what}_like").dtype, f"{what}_like")
+    return _constant(beside(t), fitted, t.shape, t.dtype, what if name is None else name)
 
 
 # ---------------------------------------------------------------- inputs and variables
@@ -297,10 +297,10 @@ def _reused(name: str, shape: Shape, dtype: object, slice_dtype: object | None) 
     stacked = op.output.shape == Shape([*inside.stacking, *shape])
     same = (op.attrs["public_dtype"], op.output.dtype) == (public, stored)
     if not same or not (stacked or op.output.shape == shape):
-        there = f"{op.output.dtype}{op.output.shape}, read as {op.attrs['public_dtype']}"
+        declared = f"{op.output.dtype}{op.output.shape}, read as {op.attrs['public_dtype']}"
         raise GraphError(
             f"{at('variable')}: '{full}' can't be reused as {stored}{shape}, read as {public}: it was declared at "
-            f"{op.source} as {there}"
+            f"{op.source} as {declared}"
         )
     return _slice_for(inside, op.output) if stacked else op.output
 

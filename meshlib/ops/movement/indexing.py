@@ -426,9 +426,9 @@ def dynamic_shift(x: Tensor, offset: Tensor, dim: Dimension, wrap: bool, name: s
     if stray:
         raise ShapeError(f"{at(what)}: offset dims {', '.join(stray)} must be dims of x other than '{dim}'", x)
     source = range(shifted_dim) - offset
-    held = mod(source, shifted_dim.size)
+    wrapped = mod(source, shifted_dim.size)
     other = f"{shifted_dim.name}_unshifted"
-    y = gather(rename_dimension(x, shifted_dim.name, other), held, Dimension(other, shifted_dim.size))
+    y = gather(rename_dimension(x, shifted_dim.name, other), wrapped, Dimension(other, shifted_dim.size))
     if flag(wrap, what, "wrap"):
         return transpose(y, x.shape, name)
     return where(logical_and(greater_equal(source, 0), less(source, shifted_dim.size)), y, 0, x.shape, name)

@@ -31,10 +31,10 @@ class FrozenArray:
     @classmethod
     def of(cls, array: Array) -> FrozenArray:
         """A read-only copy."""
-        held = np.array(array, order="C")
-        held.flags.writeable = False
-        about = f"{held.dtype} {held.shape}".encode()
-        return cls(held, hashlib.blake2b(about + held.tobytes(), digest_size=16).digest())
+        copied = np.array(array, order="C")
+        copied.flags.writeable = False
+        about = f"{copied.dtype} {copied.shape}".encode()
+        return cls(copied, hashlib.blake2b(about + copied.tobytes(), digest_size=16).digest())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FrozenArray) and self.digest == other.digest

@@ -132,13 +132,13 @@ def bytes_after(
         change[b.begin + 1] += taken_bytes
         if b.end < end:
             change[b.end + 2] -= taken_bytes
-    taken = [*accumulate(change)][:-1]
+    totals = [*accumulate(change)][:-1]
     for n, inner in inside_loops(program, size, scratch, extra):
-        taken[n + 1] += inner
+        totals[n + 1] += inner
     if scratch is not None:
         for n, i in enumerate(program.instructions):
-            taken[n + 1] += scratch(program, i)
-    return taken
+            totals[n + 1] += scratch(program, i)
+    return totals
 
 
 def inside_loops(

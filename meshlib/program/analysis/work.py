@@ -35,8 +35,8 @@ def local_types(instruction: Compute) -> tuple[tuple[TensorType, ...], TensorTyp
     """The local types of operands and results: operands with the halos that the result needs, results with their
     margins."""
     out = instruction.outputs[0]
-    taken = (replace(x, margins=_shared_margins(x, out)) if x.margins else x for x in instruction.inputs)
-    return tuple(x.local for x in taken), out.local
+    operands = (replace(x, margins=_shared_margins(x, out)) if x.margins else x for x in instruction.inputs)
+    return tuple(x.local for x in operands), out.local
 
 
 def attributes(program: Program, op: Operation) -> Mapping[str, Any]:

@@ -326,8 +326,8 @@ def _match(
                 pairs.append(CollectivePair(c, others.pop(0)))
             else:
                 alone.append(c)
-        taken = {id(p.b) for p in pairs}
-        left, right = alone, [c for c in right if id(c) not in taken]
+        paired = {id(p.b) for p in pairs}
+        left, right = alone, [c for c in right if id(c) not in paired]
     return left, right, pairs
 
 
