@@ -207,7 +207,7 @@ class Summary:
     types: Callable[[tuple[TensorType, ...], Mapping[str, Any]], tuple[TensorType, ...]]
     combine: Callable[..., tuple[Array, ...]] | None = None
 
-    def heard(self, summaries: Sequence[tuple[Array, ...]]) -> tuple[Array, ...]:
+    def received(self, summaries: Sequence[tuple[Array, ...]]) -> tuple[Array, ...]:
         """The summaries of all blocks as `finish` receives them, in block order."""
         gathered = tuple(np.stack(parts) for parts in zip(*summaries, strict=True))
         return gathered if self.combine is None else self.combine(*gathered)

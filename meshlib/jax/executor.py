@@ -415,12 +415,12 @@ def _summarised(
     summaries = run_row(summary_part, split.summarise, arrays)
     if factor.shares is not None:
         places = [t.shape.index(factor.shares) for t in types]
-        heard = tuple(shared_summaries(x, axes, dim, count) for x, dim in zip(summaries, places, strict=True))
+        received = tuple(shared_summaries(x, axes, dim, count) for x, dim in zip(summaries, places, strict=True))
     elif split.combine is not None:
-        heard = combined_summaries(summaries, axes, count, split.combine)
+        received = combined_summaries(summaries, axes, count, split.combine)
     else:
-        heard = tuple(all_summaries(x, axes) for x in summaries)
-    return run_row(part, split.finish, arrays, heard, part.context.index(axes))
+        received = tuple(all_summaries(x, axes) for x in summaries)
+    return run_row(part, split.finish, arrays, received, part.context.index(axes))
 
 
 # ---------------------------------------------------------------- margins

@@ -81,7 +81,7 @@ class RotaryScaling:
         if number(self.amplitude, what, "amplitude") <= 0:
             raise GraphError(f"{at(what)}: amplitude must be positive, got {self.amplitude:g}")
 
-    def slowed(self, frequency: Tensor, pair: Tensor, pairs: int, base: float) -> Tensor:
+    def scaled_frequency(self, frequency: Tensor, pair: Tensor, pairs: int, base: float) -> Tensor:
         """Scaled angles per token of each pair, from `frequency` = base^(-pair / pairs)."""
         if self.original_length is None:
             return frequency * (1 / self.factor)
@@ -113,7 +113,7 @@ def _angles(
     pair = cast(mod(positions_of(dim), half), dtype)
     frequency = exp(pair * (-log(base) / half))
     if scaling is not None:
-        frequency = scaling.slowed(frequency, pair, half, base)
+        frequency = scaling.scaled_frequency(frequency, pair, half, base)
     return multiply(cast(positions, dtype), frequency, [*positions.shape, dim])
 
 

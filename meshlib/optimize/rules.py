@@ -350,7 +350,7 @@ class LarsOptimizer(Optimizer):
         self.exclude = self.patterns(exclude, "exclude")
 
     def rule(self, u: Update) -> Tensor:
-        """Momentum at the trusted rate."""
+        """Momentum at the rate times the trust ratio."""
         m = u.slot("lars_momentum")
         rate = u.lr if u.matches(self.exclude) else self._trust(u) * u.lr
         along = self.decayed(u, u.grad)
@@ -360,7 +360,7 @@ class LarsOptimizer(Optimizer):
 
     def _trust(self, u: Update) -> Tensor:
         w, g = norm(u.value), norm(u.grad)
-        return trusted(w * self.trust_coefficient, g + w * self.weight_decay + self.epsilon, w, g)
+        return trust_ratio(w * self.trust_coefficient, g + w * self.weight_decay + self.epsilon, w, g)
 
 
 class LambOptimizer(AdamOptimizer):
@@ -417,7 +417,7 @@ class LambOptimizer(AdamOptimizer):
         if u.matches(self.exclude):
             return u.value - along * u.lr
         w, length = norm(u.value), norm(along)
-        return u.value - along * (trusted(w, length, w, length) * u.lr)
+        return u.value - along * (trust_ratio(w, length, w, length) * u.lr)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -425,7 +425,7 @@ def norm(x: Tensor) -> Tensor:
     return sqrt(reduce_sum(square(x)))
 
 
-def trusted(above: Tensor, below: Tensor, first: Tensor, second: Tensor) -> Tensor:
+def trust_ratio(above: Tensor, below: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """The trust ratio above / below; 1 if one of the norms is 0."""
     usable = logical_and(greater(first, 0), greater(second, 0))
     return where(usable, above / where(usable, below, 1.0), scalar(1.0, above))

@@ -46,10 +46,10 @@ def summarised(
     lower = op.opdef.lower
     assert isinstance(lower, Summary)
     summaries = [lower.summarise(block, *xs) for block, xs in zip(blocks, arrays, strict=True)]
-    heard = lower.heard(summaries if told else summaries[:1])
+    received = lower.received(summaries if told else summaries[:1])
     count = len(blocks)
-    cut = [[np.split(x, count, 1 + axis) for x, axis in zip(heard, shared, strict=True)]] if shared else []
-    parts = [tuple(x[n] for x in cut[0]) if cut else heard for n in range(count)]
+    cut = [[np.split(x, count, 1 + axis) for x, axis in zip(received, shared, strict=True)]] if shared else []
+    parts = [tuple(x[n] for x in cut[0]) if cut else received for n in range(count)]
     results = [lower.finish(b, parts[n], n, *xs) for n, (b, xs) in enumerate(zip(blocks, arrays, strict=True))]
     return [finished(op, outs, ys) for ys in results]
 

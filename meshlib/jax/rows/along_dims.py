@@ -39,8 +39,8 @@ def _cumsum(part: RowContext, x: Array) -> Array:
     return lax.pad(y, jnp.zeros((), x.dtype), pads)
 
 
-def _cumsum_after(part: RowContext, heard: tuple[Array], index: Index, x: Array) -> Array:
-    (totals,) = heard
+def _cumsum_after(part: RowContext, received: tuple[Array], index: Index, x: Array) -> Array:
+    (totals,) = received
     before = _precede(part, totals.shape[0], index).reshape(-1, *(1,) * (totals.ndim - 1))
     total = jnp.sum(jnp.where(before, totals, jnp.zeros((), totals.dtype)), axis=0).astype(x.dtype)
     return _cumsum(part, x) + jnp.expand_dims(total, _axis(part))
@@ -73,8 +73,8 @@ def _whole_map(part: RowContext, a: Array, x: Array) -> tuple[Array, ...]:
     return tuple(jnp.take(m, last, axis=_axis(part)) for m in _maps(part, a, x))
 
 
-def _recurrence_after(part: RowContext, heard: Sequence[Array], index: Index, a: Array, x: Array) -> Array:
-    factors, ends = heard
+def _recurrence_after(part: RowContext, received: Sequence[Array], index: Index, a: Array, x: Array) -> Array:
+    factors, ends = received
     count = factors.shape[0]
     before = _precede(part, count, index)
     carry = jnp.zeros_like(ends[0])
@@ -106,9 +106,9 @@ def _candidates(part: RowContext, x: Array, k: int) -> tuple[Array, Array]:
     return jnp.take_along_axis(x, chosen, -1), chosen.astype(jnp.int32) + start
 
 
-def _best_of(heard: Sequence[Array], k: int) -> tuple[Array, Array]:
+def _best_of(received: Sequence[Array], k: int) -> tuple[Array, Array]:
     # Candidates in block order, so that equal values keep their index order.
-    values, indices = (jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1) for x in heard)
+    values, indices = (jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1) for x in received)
     chosen = _best(values, k)
     return jnp.take_along_axis(values, chosen, -1), jnp.take_along_axis(indices, chosen, -1)
 
@@ -117,16 +117,16 @@ def _top_k(part: RowContext, x: Array) -> tuple[Array, Array]:
     return _candidates(part, x, part.attrs["k_dim"].size)
 
 
-def _top_k_after(part: RowContext, heard: Sequence[Array], index: Index, x: Array) -> tuple[Array, Array]:
-    return _best_of(heard, part.attrs["k_dim"].size)
+def _top_k_after(part: RowContext, received: Sequence[Array], index: Index, x: Array) -> tuple[Array, Array]:
+    return _best_of(received, part.attrs["k_dim"].size)
 
 
 def _largest(part: RowContext, x: Array) -> tuple[Array, Array]:
     return _candidates(part, x, 1)
 
 
-def _argmax_after(part: RowContext, heard: Sequence[Array], index: Index, x: Array) -> Array:
-    return _best_of(heard, 1)[1][..., 0]
+def _argmax_after(part: RowContext, received: Sequence[Array], index: Index, x: Array) -> Array:
+    return _best_of(received, 1)[1][..., 0]
 
 
 row("top_k", split=SplitRow(_top_k, _top_k_after))(_top_k)

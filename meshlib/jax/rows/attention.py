@@ -126,10 +126,10 @@ class JaxAttention:
         total = jnp.sum(p, axis=-1, keepdims=True)
         return p, jnp.where(total == 0, 1, total), peak + jnp.log(total)
 
-    def probabilities(self, q: Array, start: Index, mask: Array | None, heard: Array | None) -> tuple[Array, Array]:
-        """Softmax over this block's keys, rescaled to all keys if `heard` is given; and this block's log-sum-exp."""
+    def probabilities(self, q: Array, start: Index, mask: Array | None, received: Array | None) -> tuple[Array, Array]:
+        """Softmax over this block's keys, rescaled to all keys if `received` is given; and this block's log-sum-exp."""
         p, total, level = self.weights(q, start, mask)
-        return p * (_share(level, heard) / total), level
+        return p * (_share(level, received) / total), level
 
     def walk(self, step: Callable[..., Any], *by_row: Array) -> Any:
         """Run `step(start, mask, q, dy, *by_row)` on chunks of queries: (results to concatenate, results to sum).
@@ -179,24 +179,24 @@ class JaxAttention:
         names = (*self.batch, self.memory, last)
         return aligned(x.reshape(*(self.sizes[n] for n in names[:-1]), x.shape[-1]), names, to)
 
-    def heard_rows(self, x: Array) -> Array:
+    def received_rows(self, x: Array) -> Array:
         """A number per query as [batch, group, length, 1], the shape of `weights`."""
         names = tuple(n for n in self.part.names[0] if n != self.key)
         rows = aligned(x, names, (*self.batch, *self.group, self.length))
         return rows.reshape(self.count, self.groups, self.queries, 1)
 
 
-def _share(level: Array, heard: Array | None) -> Array:
+def _share(level: Array, received: Array | None) -> Array:
     """This block's share of each query's softmax."""
-    return jnp.ones_like(level) if heard is None else jnp.where(jnp.isneginf(level), 0, jnp.exp(level - heard))
+    return jnp.ones_like(level) if received is None else jnp.where(jnp.isneginf(level), 0, jnp.exp(level - received))
 
 
 # ---------------------------------------------------------------- the result
 
 
-def _result(part: RowContext, arrays: tuple[Array, ...], heard: Array | None = None) -> Array:
+def _result(part: RowContext, arrays: tuple[Array, ...], received: Array | None = None) -> Array:
     kernel = JaxAttention(part, arrays, with_cotangent=False)
-    name = implementation(kernel) if heard is None else None
+    name = implementation(kernel) if received is None else None
     if name is not None:
         y = fused(kernel, name)
         return kernel.of_rows(y, kernel.value, part.out.shape.names)
@@ -206,7 +206,7 @@ def _result(part: RowContext, arrays: tuple[Array, ...], heard: Array | None = N
         context = kernel.product("bgqk,bke->bgqe", p, kernel.v) / total
         return (context * _share(level, *levels or (None,)),), ()
 
-    (y,), _ = kernel.walk(step, *([] if heard is None else [kernel.heard_rows(heard)]))
+    (y,), _ = kernel.walk(step, *([] if received is None else [kernel.received_rows(received)]))
     return kernel.of_rows(y, kernel.value, part.out.shape.names)
 
 
@@ -220,11 +220,11 @@ def _levels(part: RowContext, *arrays: Array) -> tuple[Array, ...]:
 
 
 def _gradients(
-    part: RowContext, arrays: tuple[Array, ...], query: bool, heard: tuple[Array, Array] | None = None
+    part: RowContext, arrays: tuple[Array, ...], query: bool, received: tuple[Array, Array] | None = None
 ) -> Any:
     """dq, or (dk, dv)."""
     kernel = JaxAttention(part, arrays, with_cotangent=True)
-    name = implementation(kernel) if heard is None else None
+    name = implementation(kernel) if received is None else None
     if name is not None:
         dq, dk, dv = fused_gradients(kernel, name)
         return _in_operand_dims(kernel, (dq,) if query else (), () if query else (dk, dv))
@@ -239,7 +239,7 @@ def _gradients(
             return (kernel.product("bgqk,bkd->bgqd", ds, kernel.k),), ()
         return (), (kernel.product("bgqk,bgqd->bkd", ds, q), kernel.product("bgqk,bgqe->bke", p, dy))
 
-    by_row, sums = kernel.walk(step, *([] if heard is None else map(kernel.heard_rows, heard)))
+    by_row, sums = kernel.walk(step, *([] if received is None else map(kernel.received_rows, received)))
     return _in_operand_dims(kernel, by_row, sums)
 
 
@@ -292,16 +292,16 @@ def _grad_memory(part: RowContext, *arrays: Array) -> tuple[Array, Array]:
     return cotangents
 
 
-def _attention_after(part: RowContext, heard: tuple[Array], index: Index, *arrays: Array) -> Array:
-    return _result(part, arrays, heard[0])
+def _attention_after(part: RowContext, received: tuple[Array], index: Index, *arrays: Array) -> Array:
+    return _result(part, arrays, received[0])
 
 
-def _grad_query_after(part: RowContext, heard: tuple[Array, Array], index: Index, *arrays: Array) -> Any:
-    return _gradients(part, arrays, True, heard)
+def _grad_query_after(part: RowContext, received: tuple[Array, Array], index: Index, *arrays: Array) -> Any:
+    return _gradients(part, arrays, True, received)
 
 
-def _grad_memory_after(part: RowContext, heard: tuple[Array, Array], index: Index, *arrays: Array) -> Any:
-    return _gradients(part, arrays, False, heard)
+def _grad_memory_after(part: RowContext, received: tuple[Array, Array], index: Index, *arrays: Array) -> Any:
+    return _gradients(part, arrays, False, received)
 
 
 row("attention", native=True, split=SplitRow(_levels, _attention_after, _combined))(_attention)

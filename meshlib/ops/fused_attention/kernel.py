@@ -1,6 +1,6 @@
 """NumPy kernel of fused attention on one device's blocks, in tiles of rows.
 
-If keys are split, `heard` has the statistics of all blocks: see `meshlib.ops.fused_attention.split_sequence`.
+If keys are split, `received` has the statistics of all blocks: see `meshlib.ops.fused_attention.split_sequence`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PAYING_QUERIES = 32  # queries per batch item from which a transposed copy of t
 
 Names = tuple[str, ...]
 Cut = tuple[slice, ...]
-Heard = tuple[Array, Array]  # over all blocks: log(sum(exp(scores))), mean of the weights' cotangents
+Received = tuple[Array, Array]  # over all blocks: log(sum(exp(scores))), mean of the weights' cotangents
 
 
 def seen_keys(start: int, stop: int, memory: int, causal: bool, window: int | None) -> tuple[int, int]:
@@ -215,9 +215,9 @@ class LocalAttention:
             total[total == 0] = 1
         return s, total, level
 
-    def share(self, level: Array, heard: Array, rows: Rows, memory: KeysAndValues) -> Array:
+    def share(self, level: Array, received: Array, rows: Rows, memory: KeysAndValues) -> Array:
         """This block's share of each query's softmax, from log(sum(exp(scores))) of this block and of all blocks."""
-        whole = self.of_rows(heard, rows, memory)
+        whole = self.of_rows(received, rows, memory)
         return np.where(np.isneginf(level), 0, np.exp(level - whole))
 
     def of_rows(self, x: Array, rows: Rows, memory: KeysAndValues) -> Array:
@@ -225,10 +225,10 @@ class LocalAttention:
         part: Array = x[memory.batch][..., rows.queries, :]
         return part.reshape(memory.k.shape[0], -1, 1)
 
-    def probabilities(self, rows: Rows, memory: KeysAndValues, heard: Array | None = None) -> tuple[Array, Array]:
-        """Softmax weights over this block's keys, or over all keys given `heard`; and log(sum(exp(scores)))."""
+    def probabilities(self, rows: Rows, memory: KeysAndValues, received: Array | None = None) -> tuple[Array, Array]:
+        """Softmax weights over this block's keys, or over all keys given `received`; and log(sum(exp(scores)))."""
         p, total, level = self.weights(rows, memory)
-        scale = 1 / total if heard is None else self.share(level, heard, rows, memory) / total
+        scale = 1 / total if received is None else self.share(level, received, rows, memory) / total
         np.multiply(p, scale, out=p)
         return p, level
 
@@ -237,11 +237,11 @@ class LocalAttention:
         dp = self.product(rows.dy, memory.v_columns[:, :, rows.keys])
         return dp, np.einsum("bij,bij->bi", p, dp)[..., None]
 
-    def cotangents(self, rows: Rows, memory: KeysAndValues, heard: Heard | None) -> tuple[Array, Array]:
+    def cotangents(self, rows: Rows, memory: KeysAndValues, received: Received | None) -> tuple[Array, Array]:
         """The probabilities, and the cotangents of the scores."""
-        p, _ = self.probabilities(rows, memory, heard and heard[0])
+        p, _ = self.probabilities(rows, memory, received and received[0])
         ds, mean = self.weight_cotangents(p, rows, memory)
-        np.subtract(ds, mean if heard is None else self.of_rows(heard[1], rows, memory), out=ds)
+        np.subtract(ds, mean if received is None else self.of_rows(received[1], rows, memory), out=ds)
         np.multiply(ds, p, out=ds)
         np.multiply(ds, ds.dtype.type(self.block.attrs["scale"]), out=ds)
         return p, self.engine.made_inside(ds)
@@ -272,8 +272,8 @@ def local_result(block: Block, *arrays: Array) -> Array:
     return result(block, arrays, None)
 
 
-def result(block: Block, arrays: tuple[Array, ...], heard: Array | None) -> Array:
-    """Attention of this device's queries; with split keys its share, given the statistics `heard` from all blocks."""
+def result(block: Block, arrays: tuple[Array, ...], received: Array | None) -> Array:
+    """Attention of this device's queries; with split keys its share, given the statistics `received` of all blocks."""
     kernel = LocalAttention(block, arrays, with_cotangent=False)
     out = block.result()
     y = align(out, block.out.shape.names, (*kernel.batch, *kernel.group, kernel.length, kernel.value))
@@ -282,8 +282,8 @@ def result(block: Block, arrays: tuple[Array, ...], heard: Array | None) -> Arra
             weights, total, level = kernel.weights(rows, memory)
             context = kernel.product(kernel.engine.made_inside(weights), memory.v[:, rows.keys])
             np.divide(context, total, out=context)
-            if heard is not None:
-                np.multiply(context, kernel.share(level, heard, rows, memory), out=context)
+            if received is not None:
+                np.multiply(context, kernel.share(level, received, rows, memory), out=context)
             put(y, memory.batch, rows.queries, context)
     return out
 
@@ -316,8 +316,8 @@ def _shared_gradients(block: Block, arrays: tuple[Array, ...]) -> tuple[Array, A
     return new_gradients
 
 
-def gradients(block: Block, arrays: tuple[Array, ...], heard: Heard | None = None) -> tuple[Array, Array, Array]:
-    """The cotangents of queries, keys and values; with split keys, given the statistics `heard` from all blocks."""
+def gradients(block: Block, arrays: tuple[Array, ...], received: Received | None = None) -> tuple[Array, Array, Array]:
+    """The cotangents of queries, keys and values; with split keys, given the statistics `received` from all blocks."""
     kernel = LocalAttention(block, arrays, with_cotangent=True)
     dq, dk, dv = (np.empty(x.shape, x.dtype) for x in arrays[:3])
     q, k, v = (t.shape.names for t in block.inputs[:3])
@@ -327,7 +327,7 @@ def gradients(block: Block, arrays: tuple[Array, ...], heard: Heard | None = Non
     for memory in kernel.batches():
         k_sum, v_sum = np.zeros(memory.k.shape, memory.k.dtype), np.zeros(memory.v.shape, memory.v.dtype)
         for rows in kernel.rows(memory):
-            p, ds = kernel.cotangents(rows, memory, heard)
+            p, ds = kernel.cotangents(rows, memory, received)
             put(dq_rows, memory.batch, rows.queries, kernel.product(ds, memory.k[:, rows.keys]))
             k_sum[:, rows.keys] += kernel.product(ds.swapaxes(1, 2), rows.q)
             v_sum[:, rows.keys] += kernel.product(kernel.engine.made_inside(p).swapaxes(1, 2), rows.dy)

@@ -68,18 +68,18 @@ def _summary_types(count: int) -> Callable[[tuple[TensorType, ...], Mapping[str,
 
 SPLIT_RESULT = Summary(
     _levels,
-    lambda block, heard, index, *arrays: result(block, arrays, heard[0]),
+    lambda block, received, index, *arrays: result(block, arrays, received[0]),
     _summary_types(1),
     _combined,
 )
 SPLIT_GRAD_QUERY = Summary(
     _levels_and_means,
-    lambda block, heard, index, *arrays: gradients(block, arrays, heard)[0],
+    lambda block, received, index, *arrays: gradients(block, arrays, received)[0],
     _summary_types(2),
     _combined,
 )
 SPLIT_GRAD_MEMORY = replace(
-    SPLIT_GRAD_QUERY, finish=lambda block, heard, index, *arrays: gradients(block, arrays, heard)[1:]
+    SPLIT_GRAD_QUERY, finish=lambda block, received, index, *arrays: gradients(block, arrays, received)[1:]
 )
 
 

@@ -215,7 +215,7 @@ def _check_windows(what: str, x: Tensor, slides: Slides) -> None:
 def _counts(s: Slide, of: Sequence[int] | None = None) -> list[int]:
     """The number of elements inside the dim for each window, or for the windows `of`."""
     (part,) = s.plain()
-    counts: list[int] = part.met(s.first, of).tolist()
+    counts: list[int] = part.taps_inside(s.first, of).tolist()
     return counts
 
 

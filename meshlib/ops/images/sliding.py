@@ -126,7 +126,7 @@ class PlainSlide:
     out: int
     second: int
 
-    def met(self, first: int, of: Sequence[int] | None = None) -> NDArray[np.int64]:
+    def taps_inside(self, first: int, of: Sequence[int] | None = None) -> NDArray[np.int64]:
         """The number of taps inside a dim of size `first`, for each output or for the outputs `of`."""
         begins = self.begin + self.stride * (np.arange(self.out) if of is None else np.array(of, int))
         low, high = (-((begins - end) // self.dilation) for end in (0, first))
@@ -139,7 +139,7 @@ class PlainSlide:
         if self.second < self.out:  # sum over the taps, which are fewer
             begin = self.begin + min(0, self.stride * (self.out - 1))
             by_tap = PlainSlide(self.taps, self.outputs, self.dilation, abs(self.stride), begin, self.second, self.out)
-        return int(by_tap.met(first).sum())
+        return int(by_tap.taps_inside(first).sum())
 
 
 def _corners(a: Range, b: Range) -> Iterator[tuple[int, int]]:
