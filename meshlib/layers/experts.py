@@ -145,7 +145,7 @@ def moe(
     if len(x.shape) < 2:
         raise ShapeError(f"{at(what)}: needs [groups..., tokens, features], got {x}")
     if PLACES in x.shape:
-        raise ShapeError(f"{at(what)}: {x.shape} already has a dim '{PLACES}'; call it otherwise")
+        raise ShapeError(f"{at(what)}: {x.shape} already has a dim '{PLACES}'; rename it")
     if form is not None:
         choice(form, what, "form", FORMS)
     levels, hidden = _levels(experts, routing, form, what), as_dim(hidden_channels, what)
@@ -289,7 +289,7 @@ class _Names:
         self.outer = Dimension(f"{experts.name}_unsplit", experts.size)
         taken = [d.name for d in (experts, self.outer) if d.name in x.shape]
         if taken:
-            raise ShapeError(f"{at(what)}: {x.shape} already has a dim '{taken[0]}'; call the experts otherwise")
+            raise ShapeError(f"{at(what)}: {x.shape} already has a dim '{taken[0]}'; rename the dim of the experts")
         groups = [d.name for d in x.shape[:-2] if d.name not in stays]
         self.inside = {group: _inner_name(group, bool(held)) for group in groups} | {self.outer.name: experts.name}
 

@@ -92,7 +92,7 @@ def make(
     with Writer(target, compression) as writer:
         for name in writer.paths:
             if os.path.realpath(name) in given:
-                raise DataError(f"records: {name} is what is read; give the records another name")
+                raise DataError(f"records: {name} is the file to read; give the records another name")
         for features in examples:
             writer.write(encode(features))
         if not writer.count:

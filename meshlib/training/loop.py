@@ -363,9 +363,7 @@ class _Loop:
         options, where = self.options, self.at
         if options.best not in figures:
             names = ", ".join(figures)
-            raise GraphError(
-                f"{at('train')}: evaluation gives {names}, and no '{options.best}': say which, as best='{names}'"
-            )
+            raise GraphError(f"{at('train')}: evaluation returns {names}, not '{options.best}'; choose one with best=")
         value = figures[options.best]
         old = None if where.best is None else where.best["value"]
         improved = not np.isnan(value) and (old is None or (value < old if options.better == "lower" else value > old))

@@ -359,7 +359,7 @@ def test_pictures_become_records(tmp_path: Path) -> None:
 def test_records_are_not_written_over_what_they_are_made_of(tmp_path: Path) -> None:
     text = tmp_path / "lines.txt"
     text.write_bytes(b"one\ntwo\n")
-    with pytest.raises(mtf.DataError, match=r"lines\.txt is what is read"):
+    with pytest.raises(mtf.DataError, match=r"lines\.txt is the file to read"):
         records.make(text, tmp_path / "." / "lines.txt")
     assert text.read_bytes() == b"one\ntwo\n"
     assert [p.name for p in tmp_path.iterdir()] == ["lines.txt"]
@@ -460,6 +460,6 @@ def test_a_column_is_what_was_asked_for(tmp_path: Path) -> None:
 def test_a_writer_that_has_ended_takes_no_record(tmp_path: Path) -> None:
     with records.Writer(tmp_path / "one") as writer:
         writer.write(b"a")
-    with pytest.raises(mtf.DataError, match="takes no more"):
+    with pytest.raises(mtf.DataError, match="takes no more records"):
         writer.write(b"b")
     assert list(records.read(tmp_path / "one")) == [b"a"]

@@ -471,9 +471,9 @@ def test_gates_of_other_dims() -> None:
 def test_dims_and_masks_that_do_not_fit() -> None:
     with mtf.Graph():
         x = mtf.input("x", [GROUPS, TOKENS, WIDE])
-        with pytest.raises(mtf.ShapeError, match=r"already has a dim 'length'; call the experts otherwise"):
+        with pytest.raises(mtf.ShapeError, match=r"already has a dim 'length'; rename the dim of the experts"):
             mtf.layers.moe(x, D("length", 4), FF)
-        with pytest.raises(mtf.ShapeError, match=r"already has a dim 'expert_capacity'; call it otherwise"):
+        with pytest.raises(mtf.ShapeError, match=r"already has a dim 'expert_capacity'; rename it"):
             mtf.layers.moe(mtf.input("z", [GROUPS, D("expert_capacity", 4), WIDE]), D("e", 4), FF)
         with pytest.raises(mtf.ShapeError, match=r"nonpadding must be bool and have the dims of x but the last"):
             mtf.layers.moe(x, D("e", 4), FF, nonpadding=mtf.input("mask", [GROUPS, TOKENS]))

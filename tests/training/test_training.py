@@ -279,7 +279,10 @@ def test_a_picture_of_it(tmp_path: Path) -> None:
             lambda: mtf.train(mtf.simulate(program(), check_nan=False), data(), 1, on_nan="skip"),
             "needs a run that looks",
         ),
-        (lambda: mtf.train(program(), data(), 1, evaluation=evaluation(1), best="accuracy"), "no 'accuracy'"),
+        (
+            lambda: mtf.train(program(), data(), 1, evaluation=evaluation(1), best="accuracy"),
+            "not 'accuracy'; choose one with best=",
+        ),
         (lambda: mtf.train(program(), data(), 1, evaluation=program()), "must be an mtf.Evaluation"),
         (lambda: evaluation(0), "every must be an integer >= 1"),
         (lambda: mtf.Evaluation(program=program(), data=iter([]), every=1), "begin anew"),

@@ -49,19 +49,19 @@ def _check_time(parsed: Any, repeated: str) -> None:
     for op, of in parsed:
         name = str(op)
         if name.startswith("GROUPREF"):
-            raise ValueError("it refers back to what a group has found")
+            raise ValueError("it refers back to a group")
         if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
             least, most, inner = of
             count = f"{{{least},{'' if most == parser.MAXREPEAT else most}}}"
             if least > MOST_COUNT or (most != parser.MAXREPEAT and most > MOST_COUNT):
                 raise ValueError(f"it repeats something {count} times, more than {MOST_COUNT}")
             if repeated and least != most:
-                raise ValueError(f"within what is repeated {repeated} times something is repeated {count} times")
+                raise ValueError(f"a part repeated {repeated} times has a part repeated {count} times")
             endless += most == parser.MAXREPEAT
             _check_time(inner, count if most > 1 else repeated)
         elif name == "BRANCH":
             if repeated:
-                raise ValueError(f"what is repeated {repeated} times has alternatives, which may overlap")
+                raise ValueError(f"a part repeated {repeated} times has alternatives, which may overlap")
             for branch in of[1]:
                 _check_time(branch, repeated)
         elif name in ("SUBPATTERN", "ATOMIC_GROUP", "ASSERT", "ASSERT_NOT", "GROUPREF_EXISTS"):

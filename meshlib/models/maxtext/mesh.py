@@ -57,7 +57,7 @@ def axes_of(s: Settings, where: Slice) -> AxisSizes:
         for kind in ("ici", "dcn"):
             size = s.size(f"{kind}_{part}_parallelism", -1)
             if not size:
-                s.fail(f"{kind}_{part}_parallelism", "must be at least 1, or -1 for what is left")
+                s.fail(f"{kind}_{part}_parallelism", "must be at least 1, or -1 for the rest")
             absent = axis not in names and part not in [PARTS[name] for name in names]
             if size != 1 and absent and axis != UNUSED and kind == "ici":
                 s.fail(f"{kind}_{part}_parallelism", f"mesh_axes has no axis {axis!r}: it has {', '.join(names)}")

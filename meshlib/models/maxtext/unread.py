@@ -83,7 +83,7 @@ def _partly_expressed(s: Settings) -> list[Unread]:
         note("chunk_attn_window_size", "three of four layers see chunks of so many tokens; all tokens here")
     for key in ("ici_sequence_parallelism", "dcn_sequence_parallelism"):
         if s[key] != 1 and "sequence" not in s["mesh_axes"]:
-            note(key, "mesh_axes has no axis 'sequence', so MaxText takes no notice of it")
+            note(key, "mesh_axes has no axis 'sequence', so MaxText ignores it")
     if s["context_parallel_strategy"] != "all_gather" and s["ici_context_parallelism"] != 1:
         note("context_parallel_strategy", "how keys and values reach split queries; the cheaper of gathering keys and "
              "of partial results here")  # fmt: skip
