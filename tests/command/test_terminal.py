@@ -475,16 +475,24 @@ def test_an_interrupted_search_prints_the_best_so_far(folder: Path) -> None:
 
 
 def test_ctrl_c_elsewhere_is_quiet(folder: Path) -> None:
-    (folder / "slow.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")
+    (folder / "slow.py").write_text(
+        "import signal, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests themselves ignore it\n"
+        "print('begun', flush=True)\n"
+        "time.sleep(60)\n"
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", "meshlib", "plan", "slow.py", "--slice", "v5e-8"], cwd=folder, stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdout.readline() == "begun\n"
-    time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert err.strip() == ""
 
