@@ -6,10 +6,10 @@ block differs between devices (ragged margins), the operand is shifted first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -160,27 +160,50 @@ def _reduce_window(part: RowContext, x: Array) -> Array:
     return lax.reduce_window(x, jnp.asarray(fill, x.dtype), combine, sizes, strides, pads, spreads, steps)
 
 
-def _at_taps(part: RowContext, x: Array, n: int, back: bool, fill: Any) -> Iterator[Array]:
-    """For each tap, the elements of operand `n` under it, per element of the result; `fill` outside."""
+class _Tapped(NamedTuple):
+    """A dim along which windows slide: its axis, its slide with `before` of this device, and the result's size."""
+
+    axis: int
+    slide: Slide
+    before: Index
+    size: int
+
+
+def _tapped(part: RowContext, x: Array, n: int, back: bool, fill: Any) -> tuple[Array, list[_Tapped]]:
+    """Operand `n` with `fill` outside the tensor, and the dims along which windows slide."""
     dims = []
     for dim, slide in part.attrs["slides"]:
         s = slide.first_cotangent() if back else slide
-        dims.append((part.names[n].index(dim), s, _before(part, s, (n, dim), None, dim), part.out.shape.dim(dim).size))
+        before = _before(part, s, (n, dim), None, dim)
+        dims.append(_Tapped(part.names[n].index(dim), s, before, part.out.shape.dim(dim).size))
         x = _inside(part, n, dim, x, fill)
-    for tap in product(*(range(s.second) for _, s, _, _ in dims)):
+    return x, dims
+
+
+def _at_taps(part: RowContext, x: Array, n: int, back: bool, fill: Any) -> Iterator[Array]:
+    """For each tap, the elements of operand `n` under it, per element of the result; `fill` outside."""
+    x, dims = _tapped(part, x, n, back, fill)
+    for tap in product(*(range(d.slide.second) for d in dims)):
         at_tap = x
-        for (axis, s, before, size), f in zip(dims, tap, strict=True):
-            at_tap = _under_tap(at_tap, axis, s, before - s.dilation * f, size, fill)
+        for d, f in zip(dims, tap, strict=True):
+            at_tap = _under_tap(at_tap, d.axis, d.slide, d.before - d.slide.dilation * f, d.size, fill)
         yield at_tap
 
 
 def _under_tap(x: Array, axis: int, s: Slide, before: Index, size: int, fill: Any) -> Array:
     """x[(stride * i - before) / spread] for i < size."""
+    fill, pads = jnp.asarray(fill, x.dtype), [(0, 0, 0)] * x.ndim
+    if isinstance(before, int) and s.spread == 1:  # only elements under the tap are read
+        first = min(size, max(0, -(-before // s.stride)))
+        count = max(0, min(size, (x.shape[axis] - 1 + before) // s.stride + 1) - first)
+        pads[axis] = (first, size - first - count, 0)
+        begin = first * s.stride - before if count else 0
+        end = begin + (count - 1) * s.stride + 1 if count else 0
+        return lax.pad(lax.slice_in_dim(x, begin, end, s.stride, axis), fill, pads)
     reach = (size - 1) * s.stride + 1
     if isinstance(before, int):
-        pads = [(0, 0, 0)] * x.ndim
         pads[axis] = (before, reach - before - ((x.shape[axis] - 1) * s.spread + 1), s.spread - 1)
-        spread = lax.pad(x, jnp.asarray(fill, x.dtype), pads)
+        spread = lax.pad(x, fill, pads)
     else:
         spread = _moved(x, axis, s.spread, reach, before, fill)
     return lax.slice_in_dim(spread, 0, reach, s.stride, axis)
@@ -188,13 +211,23 @@ def _under_tap(x: Array, axis: int, s: Slide, before: Index, size: int, fill: An
 
 @row("window_extreme")
 def _extreme(part: RowContext, x: Array) -> Array:
-    reaches, inside = REACHES[part.attrs["reduction"]], _at_taps(part, jnp.ones(x.shape, bool), 0, False, False)
-    at = jnp.full(part.out.shape.sizes, -1, part.out.dtype.public)
-    best = jnp.zeros(part.out.shape.sizes, x.dtype)
-    for position, (met, there) in enumerate(zip(_at_taps(part, x, 0, False, 0), inside, strict=True)):
-        keeps = ((at >= 0) & reaches(best, met)) | ~there
-        best, at = jnp.where(keeps, best, met), jnp.where(keeps, at, jnp.asarray(position, at.dtype))
-    return at
+    reaches, dtype, weight = REACHES[part.attrs["reduction"]], part.out.dtype.public, 1
+    best, dims = _tapped(part, x, 0, False, 0)
+    at, any_inside = jnp.zeros(best.shape, dtype), jnp.ones((), bool)
+    # One dim after the other, the last first: ties go to the first position in row-major order.
+    for (dim, _), s in reversed(list(zip(part.attrs["slides"], dims, strict=True))):
+        there = _inside(part, 0, dim, jnp.ones([n if a == s.axis else 1 for a, n in enumerate(x.shape)], bool), False)
+        under_taps = [
+            [_under_tap(y, s.axis, s.slide, s.before - s.slide.dilation * f, s.size, 0) for y in (best, at, there)]
+            for f in range(s.slide.second)
+        ]
+        best, at, inside = under_taps[0]
+        for f, (value, position, is_inside) in enumerate(under_taps[1:], start=1):
+            keeps = (inside & reaches(best, value)) | ~is_inside
+            position = position + jnp.asarray(f * weight, dtype)
+            best, at, inside = jnp.where(keeps, best, value), jnp.where(keeps, at, position), inside | is_inside
+        any_inside, weight = any_inside & inside, weight * s.slide.second
+    return jnp.where(any_inside, at, jnp.asarray(-1, dtype))
 
 
 @row("window_pick")
@@ -207,11 +240,51 @@ def _pick(part: RowContext, z: Array, at: Array) -> Array:
 
 @row("window_spread")
 def _spread(part: RowContext, d: Array, at: Array) -> Array:
+    chosen, dims = _tapped(part, at, 1, True, -1)
+    if all(isinstance(s.before, int) and s.slide.stride == 1 for s in dims):
+        return _by_residues(_tapped(part, d, 0, True, 0)[0], chosen, dims)
     total, zero = jnp.zeros(part.out.shape.sizes, d.dtype), jnp.zeros((), d.dtype)
     windows = zip(_at_taps(part, d, 0, True, 0), _at_taps(part, at, 1, True, -1), strict=True)
-    for position, (met, chosen) in enumerate(windows):
-        total = total + jnp.where(chosen == position, met, zero)
+    for position, (under_tap, chosen) in enumerate(windows):
+        total = total + jnp.where(chosen == position, under_tap, zero)
     return total
+
+
+def _by_residues(d: Array, at: Array, dims: Sequence[_Tapped]) -> Array:
+    """`window_spread`, at the resolution of the windows: one sum for each residue of positions modulo their strides.
+
+    A tap reaches the positions of one residue, so nothing is spread over the whole result.
+    """
+    zero = jnp.zeros((), d.dtype)
+    taps = list(product(*(range(s.slide.second) for s in dims)))
+    sums = []
+    for residues in product(*(range(s.slide.spread) for s in dims)):
+        shape = list(d.shape)
+        for s in dims:
+            shape[s.axis] = -(-s.size // s.slide.spread)
+        total = jnp.zeros(shape, d.dtype)
+        for position, tap in enumerate(taps):
+            begins = [r - s.before + s.slide.dilation * f for r, s, f in zip(residues, dims, tap, strict=True)]
+            if any(begin % s.slide.spread for begin, s in zip(begins, dims, strict=True)):
+                continue
+            pads = [(0, 0, 0)] * d.ndim
+            for begin, s in zip(begins, dims, strict=True):
+                first = begin // s.slide.spread
+                pads[s.axis] = (-first, shape[s.axis] + first - d.shape[s.axis], 0)
+            total = total + lax.pad(jnp.where(at == position, d, zero), zero, pads)
+        sums.append(total)
+    return _interleaved(sums, dims)
+
+
+def _interleaved(sums: list[Array], dims: Sequence[_Tapped]) -> Array:
+    """The sums of all residues, the last dim's varying fastest, at their positions of the result."""
+    for s in reversed(dims):
+        n = s.slide.spread
+        stacked = (jnp.stack(sums[k : k + n], s.axis + 1) for k in range(0, len(sums), n))
+        whole = (x.reshape(*x.shape[: s.axis], -1, *x.shape[s.axis + 2 :]) for x in stacked)
+        sums = [lax.slice_in_dim(x, 0, s.size, axis=s.axis) for x in whole]
+    (result,) = sums
+    return result
 
 
 # ---------------------------------------------------------------- interpolation
