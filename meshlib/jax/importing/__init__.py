@@ -257,7 +257,7 @@ def _unknown_dtypes(step: Any) -> list[str]:
 
 def _exceeds_int32(x: Any) -> bool:
     """Whether a constant has integers outside int32."""
-    if x.const is None or x.dtype not in ("int64", "uint32") or x.key:
+    if x.const is None or x.dtype != "int64":
         return False
     limits = np.iinfo("int32")
     return bool(x.const.max() > limits.max or x.const.min() < limits.min)

@@ -83,25 +83,7 @@ def _drawn_below(shape: Shape, count: int) -> Tensor:
     return cast(floor(random_uniform(shape) * float(count)), "int32")
 
 
-# Primitives with equal bits for signed and unsigned integers, and primitives that pass bits on.
-_SAME_BITS = ("and", "shift_left", "shift_right_logical", "eq", "ne", "add", "sub", "mul")
-_PASSED_ON = ("broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "concatenate", "copy")
-
-
-def _bits_fault(step: CodeStep) -> str | None:
-    if int(step.params["bit_width"]) < 32:
-        return None
-    users = list(step.outs[0].users)
-    while users:
-        user = users.pop()
-        if user.kind in _PASSED_ON:
-            users += user.outs[0].users
-        elif user.kind not in _SAME_BITS:
-            return f"of 32 bits for {user.kind}; shift or mask them first, or draw by jax.random.uniform or randint"
-    return None
-
-
-rule("random_bits", axes=_draw_axes, write=_bits, fault=_bits_fault)
+rule("random_bits", axes=_draw_axes, write=_bits)
 rule(KEYS, axes=_no_axes, write=lambda w, step: [None] * len(step.outs))
 
 _DRAWS = ("random_bits", "jit:_uniform", "jit:_normal", "jit:_normal_real", "jit:_bernoulli", "jit:_randint")

@@ -11,6 +11,7 @@ import numpy as np
 from meshlib.core.dtypes import BOOL, INT32
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.code import DTYPES, Array, CodeStep
+from meshlib.jax.importing.integers import bits_of
 from meshlib.jax.importing.masks import condition_of
 from meshlib.jax.importing.table import Operand, rule, same_axes
 from meshlib.jax.importing.writing import StepWriter
@@ -175,13 +176,20 @@ def _neutral(function: Function, number: float, either: bool = True) -> Function
 
 
 def _quotient(x: Operand, y: Operand) -> Operand:
-    if any(isinstance(v, Tensor) and v.dtype is INT32 for v in (x, y)):  # truncating division
-        return multiply(multiply(_sign(x), _sign(y)), floordiv(_abs(x), _abs(y)))
-    return x if _is(y, 1) else divide(x, y)
+    if _is(y, 1):
+        return x
+    if not any(isinstance(v, Tensor) and v.dtype is INT32 for v in (x, y)):
+        return divide(x, y)
+    if not isinstance(y, Tensor) and y > 0:  # truncating division; the absolute value of -2^31 is no int32
+        return floordiv(where(less(x, 0), x + (y - 1), x), y)
+    return multiply(multiply(_sign(x), _sign(y)), floordiv(_abs(x), _abs(y)))
 
 
 def _remainder(x: Operand, y: Operand) -> Operand:
-    return multiply(_sign(x), mod(_abs(x), _abs(y)))  # sign of x, as in C
+    """The remainder of a truncating division, which has the sign of x."""
+    if isinstance(x, Tensor) and x.dtype is INT32:
+        return x - multiply(_quotient(x, y), y)
+    return multiply(_sign(x), mod(_abs(x), _abs(y)))
 
 
 def _sign(x: Operand) -> Operand:
@@ -245,7 +253,10 @@ def _and(w: StepWriter, step: CodeStep) -> Operand:
         both: Operand = _both(*w.operands(step))
         return both
     at, count = low
-    return mod(w.operand_tensor(step, 1 - at), count)
+    x = w.operand_tensor(step, 1 - at)
+    if count < 2**31:
+        return mod(x, count)
+    return where(less(x, 0), x + 2**30 + 2**30, x) if count == 2**31 else x  # without the sign, or all bits
 
 
 def _shift_fault(step: CodeStep) -> str | None:
@@ -261,10 +272,12 @@ def _shifted_right(x: Tensor, bits: int) -> Operand:
     return floordiv(x, 2**bits)
 
 
-def _shifted_in_zeros(x: Tensor, bits: int) -> Operand:
+def _shifted_in_zeros(w: StepWriter, step: CodeStep) -> Operand:
     """Clear the bits that an arithmetic shift of a negative number fills with its sign."""
+    x, bits, held = w.operand_tensor(step, 0), int(step.ins[1].number), bits_of(step.ins[0].dtype)
     moved = floordiv(x, 2**bits)
-    return where(less(x, 0), moved + 2 ** (31 - bits) + 2 ** (31 - bits), moved) if bits else x
+    half = 2 ** (min(held, 32) - bits - 1)
+    return where(less(x, 0), moved + half + half, moved) if bits else x
 
 
 def _not_a_number(x: Operand) -> Operand:
@@ -305,7 +318,7 @@ for _row_of in _BINARY:
 rule("pow", axes=same_axes, write=_pow, fold=_folding(np.power), by_element=True)
 _row("shift_left", _shifted_left, np.left_shift, _shift_fault)
 _row("shift_right_arithmetic", _shifted_right, np.right_shift, _shift_fault)
-_row("shift_right_logical", _shifted_in_zeros, None, _shift_fault)
+rule("shift_right_logical", axes=same_axes, write=_shifted_in_zeros, fault=_shift_fault, by_element=True)
 _row("le_to", _in_order(less_equal, strict=False), None)
 _row("lt_to", _in_order(less, strict=True), None)
 rule(

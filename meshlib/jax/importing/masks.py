@@ -142,7 +142,7 @@ def affine(t: Tensor) -> Affine | None:
         return Affine((), int(op.attrs["value"]))
     if name == "range":
         return Affine(((t.shape[0].name, 1),), 0)
-    if name in ("cast", "identity", "broadcast", "transpose", "stop_gradient"):
+    if name in ("cast", "identity", "broadcast", "transpose", "stop_gradient") and not t.dtype.is_narrow_integer:
         return affine(op.inputs[0])
     if name == "negative":
         inner = affine(op.inputs[0])

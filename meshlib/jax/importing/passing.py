@@ -8,7 +8,8 @@ from typing import Any
 from meshlib.core.dtypes import as_dtype
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes
-from meshlib.jax.importing.code import DTYPES, CodeStep, numpy_type
+from meshlib.jax.importing.code import DTYPES, NARROW, CodeStep
+from meshlib.jax.importing.integers import converted
 from meshlib.jax.importing.masks import hot
 from meshlib.jax.importing.table import rule, same_axes
 from meshlib.jax.importing.writing import StepWriter
@@ -22,7 +23,7 @@ def _convert(w: StepWriter, step: CodeStep) -> Tensor:
     (out,) = step.outs
     if not isinstance(x, Tensor):
         return w.as_tensor(x, out)
-    to = DTYPES[out.dtype]
+    to = out.dtype if x.dtype.is_float and out.dtype in NARROW else DTYPES[out.dtype]  # floats saturate
     if to == "bool":
         return not_equal(x, 0)
     one_hot = hot(x, to)
@@ -37,7 +38,7 @@ rule(
     "convert_element_type",
     axes=same_axes,
     write=_convert,
-    fold=lambda step, x: x.astype(numpy_type(step.outs[0].dtype)),
+    fold=lambda step, x: converted(x, step.outs[0].dtype),
     by_element=True,
 )
 

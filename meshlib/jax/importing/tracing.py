@@ -19,6 +19,7 @@ from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.control import policy_of
 from meshlib.jax.importing.custom_rules import has_own_rule, named
 from meshlib.jax.importing.draws import draws
+from meshlib.jax.importing.integers import as_signed
 from meshlib.jax.importing.kernels import KINDS, Kernels, kernel_name, traced_kernel, without_kernel
 from meshlib.jax.importing.pairs import ComplexPair, Value, aval_of, flat, in_parts, is_complex, packed, parts_of
 from meshlib.jax.importing.rewrites import OWN_LINES, REWRITES
@@ -152,7 +153,8 @@ class Tracing:
     def _rewritten(self, name: str, eqn: Any, real: list[Var], place: SourcePlace) -> Sequence[Value] | None:
         """The results of a primitive's rewrite; None if it has none."""
         params = {**eqn.params, "most_trips": self.most_trips} if name == "while" else eqn.params
-        other = REWRITES[name](CodeStep(name, real, [], params, place)) if name in REWRITES else None
+        step = CodeStep(name, real, [], params, place)
+        other = as_signed(step) or (REWRITES[name](step) if name in REWRITES else None)
         if other is None:
             return None
         written = jax.make_jaxpr(other)(*(v.aval for v in eqn.invars))

@@ -19,6 +19,7 @@ from meshlib.core.source_lines import written_at
 from meshlib.jax.importing.axes import Axes, Axis, equal_groups
 from meshlib.jax.importing.code import DTYPES, Code, CodeStep, SourcePlace, Var
 from meshlib.jax.importing.constraints import Constraints
+from meshlib.jax.importing.integers import in_range
 from meshlib.jax.importing.masks import known
 from meshlib.jax.importing.table import RULES, Operand
 from meshlib.ops.control.remat import PartialPolicy
@@ -67,6 +68,7 @@ class StepWriter:
         for out, tensor in zip(step.outs, [results] if isinstance(results, Tensor) else results, strict=True):
             if tensor is not None:
                 dtype = DTYPES[out.dtype]
+                tensor = in_range(tensor, step)
                 tensor = tensor if tensor.dtype.name == dtype else cast(tensor, dtype)
                 strange = set(tensor.shape) - set(self.shape(out.axes))
                 assert not strange, (step.kind, step.place, tensor, self.shape(out.axes))
@@ -97,8 +99,8 @@ class StepWriter:
         if x.const is None:
             return self.tensors[x]
         if x.number is not None:
-            return constant(_plain(x.number), [], DTYPES[x.dtype])
-        return known(np.asarray(x.const), self.shape(x.axes), DTYPES[x.dtype])
+            return constant(_plain(x), [], DTYPES[x.dtype])
+        return known(_same_bits(x), self.shape(x.axes), DTYPES[x.dtype])
 
     def as_tensor(self, x: Operand, like: Var) -> Tensor:
         """A tensor; numbers become constants in the dtype of `like`."""
@@ -111,7 +113,7 @@ class StepWriter:
     def operand(self, x: Var, axes: Sequence[Axis]) -> Operand:
         """A number, or a tensor under the dims of other axes, which agree in length or broadcast."""
         if x.number is not None:
-            return _plain(x.number)
+            return _plain(x)
         return self.under(x, [a if a.size == 1 else b for a, b in zip(x.axes, axes, strict=False)])
 
     def operand_tensor(self, step: CodeStep, number: int) -> Tensor:
@@ -205,7 +207,12 @@ def dims_of(t: Tensor, order: Sequence[Dimension]) -> Tensor:
     return transpose(t, order)
 
 
-def _plain(number: Any) -> bool | int | float:
-    value = np.asarray(number).item()
+def _same_bits(x: Var) -> np.ndarray[Any, Any]:
+    """Known elements; those of uint32 as int32 of the same bits."""
+    return np.asarray(x.const, x.dtype).view("int32") if x.dtype == "uint32" else np.asarray(x.const)
+
+
+def _plain(x: Var) -> bool | int | float:
+    value = _same_bits(x).item()
     assert isinstance(value, bool | int | float)
     return value

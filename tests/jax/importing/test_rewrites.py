@@ -280,12 +280,13 @@ def test_more_draws():
             jax.random.permutation(c, 64),
             jax.random.uniform(d, (4096, 2), minval=jnp.array([0.0, 10.0]), maxval=20.0) * w,
             jax.random.bits(a, (4096,), "uint8"),
+            jax.random.bits(b, (4096,)).astype("float32"),
         )
 
     for key in (jax.random.key(0), jax.random.PRNGKey(0)):
         graph = mtf.from_jax(draw, np.ones(2, "float32"), key)
         assert not graph.inputs
-        whole, normal, order, uniform, few = mtf.simulate(mtf.lower(graph.outputs)).step().values()
+        whole, normal, order, uniform, few, words = mtf.simulate(mtf.lower(graph.outputs)).step().values()
         assert np.bincount(whole + 3).min() > 4096 / 8 * 0.8
         assert (whole.min(), whole.max()) == (-3, 4)
         assert -1 <= normal.min() < -0.95
@@ -295,8 +296,7 @@ def test_more_draws():
         assert uniform.min(0) == pytest.approx([0, 10], abs=0.1)
         assert uniform.max(0) == pytest.approx([20, 20], abs=0.1)
         assert (few.min(), few.max()) == (0, 255)
-    with pytest.raises(NotImported, match=r"random_bits .* of 32 bits for convert_element_type; shift or mask"):
-        mtf.from_jax(lambda w: jax.random.bits(jax.random.key(0), (4,)) * w, np.ones(4, "int32"))
+        assert (words.min(), words.mean(), words.max()) == pytest.approx((0, 2**31, 2**32), abs=2**27)
 
 
 def test_rows_of_a_convolution_that_get_another_name():
