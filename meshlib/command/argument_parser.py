@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
     """`argparse.ArgumentParser` that answers unknown commands, options and choices with the nearest valid one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
         self.commands: dict[str, Parser] = {}
         self.register("action", None, _Once)
         self.register("action", "store", _Once)
@@ -75,7 +75,7 @@ class Parser(argparse.ArgumentParser):
         known = [option for action in self._actions for option in action.option_strings]
         for argument in () if self.commands or args is None else args:
             name = argument.partition("=")[0]
-            if name.startswith("--") and name != "--" and not any(option.startswith(name) for option in known):
+            if name.startswith("--") and name != "--" and name not in known:
                 self.error(self.unknown([argument]))
         return super().parse_known_args(args, namespace)
 
@@ -105,7 +105,7 @@ class Parser(argparse.ArgumentParser):
     def short_usage(self) -> str:
         """The usage without optional arguments."""
         if self.commands:
-            return f"{self.prog} {{{','.join(self.commands)}}} ..."
+            return f"{self.prog} COMMAND ..."
         words = [self.prog]
         for action in self._actions:
             name = action.metavar or action.dest.upper()

@@ -107,7 +107,9 @@ def _about(under: Under, name: str, text: str, run: str, a_slice: bool = True) -
         "--slice", required=a_slice, help="the slice, such as v5e-256 or 2*v5p-512; meshlib slices lists them"
     )
     command_parser.add_argument(
-        "--batch", type=_count, help="sequences in a step of a model; default: 4,096 tokens a device"
+        "--batch",
+        type=_count,
+        help="sequences in a step of a model; default: 4,096 tokens a device, but a sequence each",
     )
     command_parser.add_argument(
         "--length", type=_count, help="tokens in a sequence; default: 8,192, or the model's own limit"

@@ -70,8 +70,8 @@ def _python(subject: Subject, where: Slice, plan: PlannedLayout) -> Emitted:
         return python_lines(plan.est.program, where, run=subject.run)
     if subject.config is None:
         raise GraphError(f"--emit python is for models; {subject.name} is Python already")
-    remat, step = _remat(plan.choices), subject.step
-    return python_lines(plan.est.program, where, subject.config, subject.sizes, remat, step=step)
+    options = {"remat": "full", **subject.step, **plan.choices}
+    return python_lines(plan.est.program, where, subject.config, subject.sizes, options=options)
 
 
 _TARGETS: Mapping[str, Callable[[Subject, Slice, PlannedLayout], Emission | Emitted]] = {

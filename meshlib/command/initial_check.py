@@ -11,11 +11,11 @@ from string import Template
 from meshlib.command.choices import is_maxtext
 from meshlib.command.output import say, say_json, writable
 from meshlib.command.planning import FAILED, GOOD, planned_of
-from meshlib.command.step_settings import source_text
 from meshlib.command.subject import Subject, slice_of
 from meshlib.core.compiler import XLA_TPU
 from meshlib.core.errors import GraphError
 from meshlib.core.files import replace_file
+from meshlib.models.step_builder import source_texts
 from meshlib.testing import assert_snapshot
 
 MARGIN = 1.02  # budgets relative to the plan
@@ -113,7 +113,7 @@ def _build(args: argparse.Namespace, subject: Subject, choices: dict[str, object
         read += f".replace({settings})" if settings else ""
         sizes = ", ".join(f"{name}={size}" for name, size in subject.sizes.items())
         step = {**subject.step, **choices}
-        chosen = "".join(f", {source_text(name, value)}" for name, value in step.items())
+        chosen = "".join(f", {text}" for text in source_texts(step))
         return f"def build():\n    return mtf.models.train_step({read}, {sizes}{chosen})"
     if subject.image is not None:
         read = f'mtf.models.image_preset("{args.program}")' + (f".replace({settings})" if settings else "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshlib.estimation.memory.remedies import CARRIES, HALF, LOSS, MICROBATCHES, RECOMPUTE, SLOTS, microbatches
-from meshlib.models.step_builder import OFFLOAD
 
 _TITLES = {"adamw": "AdamW", "sgd": "SGD"}  # of optimizers; the others are capitalised
 
@@ -34,12 +33,3 @@ def optimizer_title(step: Mapping[str, object]) -> str:
     """Name of the optimizer of a training step with these settings."""
     name = str(step.get("optimizer", "adamw"))
     return _TITLES.get(name, name.capitalize())
-
-
-def source_text(name: str, value: object) -> str:
-    """An argument of `train_step` as Python source.
-
-    >>> source_text("remat", "offload"), source_text("accumulation", 4)
-    ('remat=mtf.Remat(offload_carries=True)', 'accumulation=4')
-    """
-    return f"{name}={'mtf.Remat(offload_carries=True)' if (name, value) == ('remat', OFFLOAD) else repr(value)}"

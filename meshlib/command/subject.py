@@ -37,7 +37,7 @@ from meshlib.models import (
     transformer,
     usual_layouts,
 )
-from meshlib.models.step_builder import transformer_builder
+from meshlib.models.step_builder import step_arguments, transformer_builder
 from meshlib.optimize import MomentumOptimizer
 
 TOKENS_OF_A_DEVICE = 4096
@@ -163,7 +163,10 @@ class Subject:
             return [("data", f"data:{devices}")]
         if self.config is None:
             raise GraphError(f"{self.name}: say how it is laid out: --layout RULES@MESH, such as batch:data@data:8")
-        return usual_layouts(self.config, devices, self.sizes["batch"])
+        pipeline = step_arguments(self.step).get("pipeline")
+        if pipeline is None:
+            return usual_layouts(self.config, devices, self.sizes["batch"])
+        return usual_layouts(self.config, devices, self.sizes["batch"] // pipeline.microbatches or 1, pipeline.stages)
 
 
 def is_hugging_face(program: str) -> bool:
@@ -195,7 +198,7 @@ def subject_of(args: argparse.Namespace, where: Slice | None) -> Subject:
     if ".py" in args.program:
         return _from_file(args, given)
     refuse_arguments(args, args.program)
-    devices = where.devices if where is not None else 1
+    devices = where.devices if where is not None else _devices_named(args)
     if args.program in IMAGE_PRESETS:
         return _of_images(args, given, devices)
     config, notes = _config(args.program)
@@ -206,6 +209,16 @@ def subject_of(args: argparse.Namespace, where: Slice | None) -> Subject:
     sizes = {"batch": args.batch or usual_batch(devices, length), "length": length}
     subject = of_model(config, sizes, step, COMPILERS[args.compiler], args.batch is not None)
     return replace(subject, settings=given, notes=notes)
+
+
+def _devices_named(args: argparse.Namespace) -> int:
+    """Devices of the mesh that the arguments give, which the default batch follows; 1 without a mesh."""
+    meshes = (
+        [args.mesh]
+        if getattr(args, "mesh", None)
+        else [m for _, m in named_layouts(getattr(args, "layout", None) or (), None)]
+    )
+    return max((Mesh(mesh).size for mesh in meshes), default=1)
 
 
 def of_model(
@@ -221,7 +234,7 @@ def of_model(
 
 
 def usual_batch(devices: int, length: int) -> int:
-    """Default sequences per step: 4,096 tokens per device, but at least one sequence."""
+    """Default sequences per step: 4,096 tokens per device, but at least one sequence for each."""
     return max(devices, devices * TOKENS_OF_A_DEVICE // length)
 
 
@@ -230,11 +243,11 @@ def _config(name: str) -> tuple[TransformerConfig, str]:
     if is_hugging_face(name):
         return _foreign(name)
     if name not in PRESETS:
-        hint = nearest(name, [*PRESETS, *IMAGE_PRESETS])
+        hint = nearest(name, [*PRESETS, *IMAGE_PRESETS]) or ";"
         if Path(name).is_dir() and name:
             raise GraphError(f"the folder {name} has no config.json; name a file in it, or a model: meshlib models")
         raise GraphError(
-            f"no model {name!r}{hint or '; meshlib models lists them, a file is FILE.py[:function] or config.json'}"
+            f"no model {name!r}{hint} meshlib models lists them, another is a config.json or FILE.py[:function]"
         )
     return preset(name), ""
 

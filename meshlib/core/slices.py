@@ -21,11 +21,11 @@ def assumed_figures(slices: Iterable[Slice]) -> list[str]:
     """One line per chip whose essential figures are partly without a public source.
 
     >>> assumed_figures([Slice("v5e-16"), Slice("v7-8"), Slice("v7-16")])
-    ['v7: clock_hz, mxu_rows, pod_shape, wrap_cube are assumed, derived or recalled']
+    ['v7, assumed, derived or recalled: clock_hz, mxu_rows, pod_shape, wrap_cube']
     """
     chips = {slice_.chip.name: slice_.chip for slice_ in slices}
     names = {name: [f for f in chip.unpublished if f in ESSENTIAL] for name, chip in chips.items()}
-    return [f"{name}: {', '.join(given)} are assumed, derived or recalled" for name, given in names.items() if given]
+    return [f"{name}, assumed, derived or recalled: {', '.join(given)}" for name, given in names.items() if given]
 
 
 def slice_for(what: str, mesh: Mesh, slice: Any) -> Slice:

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 from math import gcd
 
-from meshlib.core.arguments import whole
+from meshlib.core.arguments import divisors_near, whole
+from meshlib.core.errors import GraphError
 from meshlib.models.config import TransformerConfig
 
 TENSOR = 8  # most devices over which heads are split, since they communicate in every block
 EXPERTS = 32  # most devices over which experts are split
 
 
-def usual_layouts(config: TransformerConfig, devices: int, batch: int) -> list[tuple[str, str]]:
+def usual_layouts(config: TransformerConfig, devices: int, batch: int, stages: int = 1) -> list[tuple[str, str]]:
     """Common layouts of a model as starting points: (name, mesh), as arguments of `mtf.models.layout`.
 
     Args:
       config: the model. devices: number of devices. batch: sequences per step; if there are fewer than devices, several
-        devices share a sequence.
+        devices share a sequence. stages: of a pipeline, each with its share of the devices; then `batch` is the
+        number of sequences in a microbatch.
     Returns: fully sharded data parallelism, alone or with an axis for sequences that devices share, and with an axis
       for the heads, or for heads and sequence, or for experts (and sequences that devices share); without duplicates.
-    Raises: GraphError for sizes below 1.
+    Raises: GraphError for sizes below 1, and for stages that do not divide the devices.
     Example:
       >>> import meshlib as mtf
       >>> mtf.models.usual_layouts(mtf.models.preset("llama3.1-8b"), 16, 16)
       [('fsdp', 'fsdp:16'), ('fsdp+tensor', 'fsdp:2;tensor:8'), ('fsdp+sequence', 'fsdp:2;tensor:8')]
     """
     devices, batch = whole(devices, "usual_layouts", "devices", 1), whole(batch, "usual_layouts", "batch", 1)
+    if devices % whole(stages, "usual_layouts", "stages", 1):
+        rest = f"{devices} % {stages} = {devices % stages}; take {divisors_near(devices, stages)}"
+        raise GraphError(f"usual_layouts: {devices} devices can't be divided into {stages} stages: {rest}")
+    if stages > 1:
+        of_stage = usual_layouts(config, devices // stages, batch)
+        return [(f"pipeline+{name}", f"pipe:{stages};{mesh}") for name, mesh in of_stage]
     of_layers = [config.attention_of(window) for window in config.windows]
     kv_heads = [heads.query if heads.memory == 1 else heads.memory for heads in of_layers]
     tensor = largest_power(devices, *kv_heads, config.d_ff, config.vocab, most=TENSOR)

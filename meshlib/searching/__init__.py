@@ -293,10 +293,9 @@ def _usual(build: object, where: Slice, problem: SearchProblem) -> list[tuple[Me
     stages = sizes.get("stage", 1)
     if where.devices % stages:
         return []
-    for name, mesh in usual_layouts(build, where.devices // stages, sizes["batch"]):
-        own, axes = (name, mesh) if stages == 1 else (f"pipeline+{name}", f"pipe:{stages};{mesh}")
+    for name, mesh in usual_layouts(build, where.devices, sizes["batch"], stages):
         with suppress(LayoutError):
-            pairs.append((Mesh(axes), layout(own, build, axes)))
+            pairs.append((Mesh(mesh), layout(name, build, mesh)))
     return pairs
 
 

@@ -11,7 +11,7 @@ from meshlib.core.errors import GraphError
 from meshlib.models.config import TransformerConfig
 from meshlib.models.maxtext.run import MaxTextRun
 from meshlib.models.presets import PRESETS
-from meshlib.ops.control.remat import Policy
+from meshlib.models.step_builder import source_texts
 from meshlib.program.records import Program
 
 
@@ -127,11 +127,10 @@ def python_lines(
     where: Slice,
     config: TransformerConfig | None = None,
     sizes: Mapping[str, int] | None = None,
-    remat: Policy = "full",
     run: MaxTextRun | None = None,
-    step: Mapping[str, object] | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> Emitted:
-    """Python lines that build the plan's program with this library and estimate it."""
+    """Python lines that build the plan's program with this library and estimate it; options as of `step_arguments`."""
     lines = ["import meshlib as mtf", ""]
     if run is not None:
         given = ", ".join(f"{key!r}: {value!r}" for key, value in run.overrides.items())
@@ -144,19 +143,15 @@ def python_lines(
     if config is None or sizes is None:
         raise GraphError("python_lines: give a config with its sizes, or a run")
     model, missing = _config_text(config)
+    step = ", ".join(source_texts({**sizes, **(options or {})}))
     lines += [
         f"config = {model}",
         "with mtf.Graph():",
-        f"    outputs, updates = mtf.models.train_step(config, batch={sizes['batch']}, length={sizes['length']}, "
-        f"remat={_remat_text(remat)}{''.join(f', {name}={value!r}' for name, value in (step or {}).items())})",
+        f"    outputs, updates = mtf.models.train_step(config, {step})",
         f"    program = mtf.lower(outputs, updates, mesh={str(program.mesh)!r}, layout={str(program.layout)!r})",
         f"print(mtf.estimate(program, {where.name!r}).table())",
     ]
     return Emitted(tuple(lines), missing)
-
-
-def _remat_text(remat: Policy) -> str:
-    return repr(remat) if isinstance(remat, str) else f"mtf.{remat!r}"
 
 
 def _config_text(config: TransformerConfig) -> tuple[str, tuple[str, ...]]:

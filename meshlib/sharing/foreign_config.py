@@ -33,7 +33,7 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
 
     Args:
       path: the file, or its folder.
-      name: name of the model; by default that of the folder.
+      name: name of the model; by default that of the file, or of the folder of a `config.json`.
     Raises: CheckpointError for an invalid file; GraphError for an unsupported model_type, with the reason (linear
       attention, towers), and for a scaling of rotary positions other than "linear", "llama3" and "yarn".
     """
@@ -68,12 +68,17 @@ def _fault_of_heads(given: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _name_of(target: Path) -> str:
+    """The name of a file, or of the folder of a `config.json`."""
+    return target.absolute().parent.name if target.stem == "config" else target.stem
+
+
 def _read(path: str | os.PathLike[str], name: str | None) -> tuple[TransformerConfig, list[str]]:
     place = Path(path) if isinstance(path, str | os.PathLike) else path
     if isinstance(place, Path) and place.is_dir():
         place = place / "config.json"
     given, target = read_json(place, WHAT, CheckpointError, "a config.json with a model_type", {"model_type": TEXT})
-    kind, called = given["model_type"], name or Path(target).parent.name or str(given["model_type"])
+    kind, called = given["model_type"], name or _name_of(Path(target)) or str(given["model_type"])
     if kind in TEXT_MODELS:
         given, kind, called = _text_model(given, target), TEXT_MODELS[kind], name or f"{called}-text"
     _check_kind(kind, target)

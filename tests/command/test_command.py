@@ -206,7 +206,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("slices h100", "h100"),
     ("slices v5e v5p", "an argument too many: 'v5p'"),
     ("validate --file /nowhere/rows.json", "/nowhere"),
-    ("validate --fil", "expected one argument"),
+    ("validate --file", "expected one argument"),
 ]
 
 

@@ -10,6 +10,11 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
+from hardware import Slice
+from hardware.network import Demand
+from hardware.placement import DCN
+from meshlib.core.opdef import Kind
+from meshlib.estimation.work.communication import placed_for
 from meshlib.models import Pipeline, TransformerConfig, layout, preset, train_step
 from meshlib.program.instructions import Loop
 from meshlib.program.records import walk
@@ -209,6 +214,35 @@ def test_the_pipeline_goes_over_dcn(schedule: str) -> None:
     over = [r for r in est.rows if r.dcn_seconds]
     assert over
     assert all("pipe" in r.axes for r in over)
+
+
+def test_whole_torus_axes_are_no_reason_to_split_another_axis_over_dcn() -> None:
+    """fsdp:8 and context:2 cut a torus of 4x4; a compiler that prefers whole axes still sends only stages over DCN."""
+    demands = (
+        *(Demand("all_gather", (axis,), 1e8, 100) for axis in ("fsdp", "context")),
+        Demand("collective_permute", ("pipe",), 1e7, 10),
+    )
+    mesh = (("pipe", 4), ("fsdp", 8), ("context", 2))
+    for whole_axes in (True, False):
+        placement = placed_for(Slice("4*v5e-16"), mesh, demands, whole_axes)
+        over = {axis for axis, factors in placement.factors for factor in factors if factor.place == DCN}
+        assert over == {"pipe"}
+
+
+def test_products_that_matmuls_keeps_are_kept_in_stages_too() -> None:
+    """The dim of the stages is no batch dim of a product: what a layer keeps does not depend on pipelines."""
+
+    def recomputed(remat: str, **given: Any) -> set[str]:
+        with mtf.Graph():
+            outputs, updates = train_step(small("llama2-7b", 4), 8, LENGTH, "sgd", remat, **given)
+            program = mtf.lower(outputs, updates, mesh="pipe:2", layout="")
+        names = [i.operation.name for i, _, _ in walk(program) if i.operation.opdef.kind is Kind.CONTRACTION]
+        again = [name for name in set(names) if names.count(name) > 1]
+        return {name.rpartition("layers/scan/")[2] for name in again if "/grad/" not in name}
+
+    pipeline = Pipeline(stages=2, microbatches=4)
+    assert recomputed("matmuls", pipeline=pipeline) == recomputed("matmuls")
+    assert recomputed("full", pipeline=pipeline) == recomputed("full") > recomputed("matmuls")
 
 
 def refused(match: str, **given: Any) -> None:

@@ -113,9 +113,9 @@ def placed(
 ) -> Placement:
     """The best placement of a program's mesh for its own collectives.
 
-    `whole_axes`: restrict to placements of each mesh axis on whole torus axes, if there are any: the default of
-    `jax.experimental.mesh_utils.create_device_mesh`. `across`: the factor of each mesh axis that spans slices
-    (`create_hybrid_device_mesh`); by default any.
+    `whole_axes`: within slices, restrict to placements of each mesh axis on whole torus axes, if there are any: the
+    default of `jax.experimental.mesh_utils.create_device_mesh`. `across`: the factor of each mesh axis that spans
+    slices (`create_hybrid_device_mesh`); by default any.
     """
     totals: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
     for move, times in all_moves(program):
@@ -147,10 +147,11 @@ def _candidates(
             raise HardwareError(
                 f"no placement of mesh {dict(sizes)} on {slice_.name} joins its slices as {dict(across)}"
             )
-    if whole_axes:
+    if whole_axes:  # for each division over DCN: whole torus axes never justify another division
         shape = slice_.torus_shape
         uncut = [p for p in all_placements if all(f.place < 0 or f.size == shape[f.place] for f in p.all_factors())]
-        all_placements = uncut or all_placements
+        divisions = {tuple(_over_dcn(p).items()) for p in uncut}
+        all_placements = uncut + [p for p in all_placements if tuple(_over_dcn(p).items()) not in divisions]
     if len(all_placements) <= MANY_PLACEMENTS:
         return all_placements
     pieces = [sum(1 for _ in p.all_factors()) for p in all_placements]

@@ -213,8 +213,12 @@ def _size(x: Tensor) -> int:
 
 
 def _is_plain_product(op: Operation) -> bool:
-    """An einsum without batch dims: a product with weights, not one per head."""
+    """An einsum without batch dims: a product with weights, not one per head.
+
+    Dims over which the loop stacks all variables, such as the stages of a pipeline, are not counted.
+    """
     if op.opdef.kind is not Kind.CONTRACTION:
         return False
     a, b, *_ = op.inputs
-    return not any(d in a.shape and d in b.shape for d in op.output.shape)
+    stacking = op.output.graph.stacking
+    return not any(d in a.shape and d in b.shape and d not in stacking for d in op.output.shape)
