@@ -49,7 +49,7 @@ from meshlib.jax.importing.leaves import (
     parts_of_array,
     words,
 )
-from meshlib.jax.importing.naming import WHAT, Leaf, assign_names, name_all, name_arguments, name_factors
+from meshlib.jax.importing.naming import WHAT, Leaf, assign_names, name_all, name_arguments, name_factors, name_tiles
 from meshlib.jax.importing.pairs import flat as flat_parts
 from meshlib.jax.importing.pairs import packed
 from meshlib.jax.importing.table import RULES
@@ -137,6 +137,7 @@ def from_jax(
     mark_scores(code)
     control.unify(axes, code)
     name_factors(axes, waiting)
+    name_tiles(axes)
     tie_layers(axes, leaves)
     name_all(axes, code, leaves)
     met = Constraints(flag(constraints, WHAT, "constraints"))
@@ -288,6 +289,21 @@ def _named_axes(leaves: Sequence[Leaf]) -> list[Any]:
     ]
 
 
+def _factor_remedies(axes: Axes, leaves: Sequence[Leaf]) -> dict[str, str]:
+    """What to do if the dim that has the user's name for an axis, one of several factors, can't be split."""
+    remedies = {}
+    for leaf in leaves:
+        for axis, token in zip(leaf.var.axes, (leaf.tokens or ()) if leaf.of_user else (), strict=False):
+            dims = axes.dims(axis)
+            if token is not None and len(token) == 1 and len(dims) > 1:
+                factors = " x ".join(f"{d.name}:{d.size}" for d in dims)
+                remedies[token[0][0]] = (
+                    f"The function takes this axis of {leaf.path}, {axis.size} long, as {factors}: split another of "
+                    f"these, named as in '({' '.join(str(d.name) for d in dims)})'"
+                )
+    return remedies
+
+
 def _graph(
     axes: Axes,
     code: Code,
@@ -318,6 +334,7 @@ def _graph(
             graph.result_axes[name] = tuple(writer.shape([a]) for a in out.axes)
     graph.constraints = tuple(constraints.recorded)
     graph.named_dims = frozenset(map(writer.dim, axes.flat(_named_axes(leaves))))
+    graph.remedies.update(_factor_remedies(axes, leaves))
     _drop_unused(graph)
     _mark_runs(graph)
     return graph

@@ -34,6 +34,8 @@ class Axes:
     apart: list[tuple[Axis, Axis]] = field(default_factory=list)
     # (part, whole) pairs: an axis cut, padded or concatenated from another
     kin: list[tuple[Axis, Axis]] = field(default_factory=list)
+    # (number, tile) pairs: the factors of an axis that is cut into equal tiles
+    tiles: list[tuple[Axis, Axis]] = field(default_factory=list)
     _spaces: int = 0
 
     # ------------------------------------------------------------ queries

@@ -173,7 +173,7 @@ def seen_by(flags: list[Tensor], length: Dimension, memory: Dimension) -> Seen:
     behind: int | None = None  # how far back a query sees, at most
     most_ahead: int | None = None
     masks: list[Tensor] = []
-    for flag in (part for f in flags for part in _conjuncts(f)):
+    for flag in (part for f in flags for part in conjuncts(f)):
         reach = _reach(flag, length.name, memory.name)
         if reach is None:
             masks.append(flag)
@@ -191,13 +191,14 @@ def seen_by(flags: list[Tensor], length: Dimension, memory: Dimension) -> Seen:
     return Seen(False, None, tuple(flags))
 
 
-def _conjuncts(flag: Tensor) -> Iterator[Tensor]:
+def conjuncts(flag: Tensor) -> Iterator[Tensor]:
+    """The flags whose conjunction a flag is."""
     op = op_of(flag)
     if op.opdef.name == "logical_and":
         for part in op.inputs:
-            yield from _conjuncts(part)
+            yield from conjuncts(part)
     elif op.opdef.name in ("broadcast", "transpose", "identity"):
-        yield from _conjuncts(op.inputs[0])
+        yield from conjuncts(op.inputs[0])
     elif number_of(flag) is not True and number_of(flag) != 1:
         yield flag
 

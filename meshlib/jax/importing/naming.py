@@ -194,6 +194,20 @@ def name_factors(axes: Axes, waiting: Iterable[tuple[Leaf, Axis, tuple[Part, ...
                 _call(axes, leaf, d, name)
 
 
+def name_tiles(axes: Axes) -> None:
+    """Move the user's name of an axis that is cut into tiles to the tiles, unless those have one.
+
+    Under a rule for that name, each index of all tiles is then on one device.
+    """
+    for number, tile in axes.tiles:
+        old, new = axes.find(number), axes.find(tile)
+        if old.name is None or new.name is not None or new.parts:
+            continue
+        others = [a for a in axes.named[old.name] if axes.find(a) is not old]
+        if not any(axes.find(a).holders & new.holders for a in others):
+            old.name, new.name, axes.named[old.name] = None, old.name, [*others, new]
+
+
 # ---------------------------------------------------------------- generated names
 
 

@@ -10,15 +10,17 @@ import math
 from dataclasses import dataclass, field
 from functools import reduce
 
+import numpy as np
+
 from layouts import Dimension, Shape
 from meshlib.core.graph import Operation, Tensor
-from meshlib.jax.importing.masks import HIDING, known, lowest, negated, number_of, op_of, seen_by
+from meshlib.jax.importing.masks import HIDING, conjuncts, known, lowest, negated, number_of, op_of, seen_by
 from meshlib.ops.fused_attention.attention import attention
-from meshlib.ops.movement.shape import broadcast, reshape
+from meshlib.ops.movement.shape import broadcast, rename_dimension, reshape
 from meshlib.ops.pointwise.binary import logical_and, not_equal
 from meshlib.ops.pointwise.casts import cast
 
-_SAME = ("identity", "broadcast", "transpose", "stop_gradient")
+_SAME = ("cast", "identity", "broadcast", "transpose")
 
 
 @dataclass
@@ -34,6 +36,9 @@ def fused(p: Tensor, v: Tensor) -> Tensor | None:
 
     The result has the dims of the queries and the feature dim of the values.
     """
+    op, again = op_of(_bare(p)), []
+    if op.opdef.name == "where" and number_of(op.inputs[2]) == 0:  # rows and keys that are masked once more
+        p, again = op.inputs[1], [*conjuncts(op.inputs[0])]
     scores = _softmaxed(p)
     if scores is None:
         return None
@@ -42,6 +47,9 @@ def fused(p: Tensor, v: Tensor) -> Tensor | None:
     product = _product(x, memory, pattern)
     if product is None or memory not in v.shape:
         return None
+    shown = [part for flag in pattern.flags for part in conjuncts(flag)]
+    if not all(any(_equal(flag, part) for part in shown) for flag in again):
+        return None
     q, k, pairs = product
     return _written(q, k, v, [d for d in k.shape if d in q.shape and d not in pairs], memory, pattern)
 
@@ -49,18 +57,30 @@ def fused(p: Tensor, v: Tensor) -> Tensor | None:
 # ---------------------------------------------------------------- from the softmax back to the scores
 
 
-def _bare(t: Tensor) -> Tensor:
-    """A tensor without casts and annotations."""
-    while (op := op_of(t)).opdef.name in ("cast", *_SAME) and op.inputs[0].dtype.is_float:
+def _bare(t: Tensor, *further: str) -> Tensor:
+    """A tensor without casts and annotations, and without the `further` operations."""
+    while (op := op_of(t)).opdef.name in (*_SAME, *further) and op.inputs[0].dtype.is_float:
         t = op.inputs[0]
     return t
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are computed alike."""
+    one, other = op_of(a), op_of(b)
+    if len(one.outputs) > 1 or one is other:
+        return a is b or len(one.outputs) == 1
+    if one.opdef is not other.opdef or len(one.inputs) != len(other.inputs) or {*a.shape} != {*b.shape}:
+        return False
+    if not one.inputs and one.opdef.name not in ("constant", "table", "range"):
+        return False  # inputs, variables and draws are equal to themselves alone
+    attrs = [[getattr(x, "array", x) for x in op.attrs.values()] for op in (one, other)]
+    same = one.attrs.keys() == other.attrs.keys() and all(map(np.array_equal, *attrs))
+    return same and all(map(_equal, one.inputs, other.inputs))
 
 
 def _softmaxed(p: Tensor) -> tuple[Tensor, Dimension] | None:
     """(scores, softmax dim) if `p` is a softmax."""
     op = op_of(_bare(p))
-    if op.opdef.name == "where" and number_of(op.inputs[2]) == 0:  # rows and keys that are masked once more
-        op = op_of(_bare(op.inputs[1]))
     if op.opdef.name == "exp":  # exp(x - log of the sum of exp(x))
         return _normalised_before(op.inputs[0])
     if op.opdef.name == "multiply":  # e * (1 / sum)
@@ -103,7 +123,7 @@ def _unshifted(x: Tensor, memory: Dimension) -> Tensor:
     """Scores before subtraction of their maximum, which does not change the softmax."""
     op = op_of(_bare(x))
     if op.opdef.name == "subtract" and memory not in op.inputs[1].shape:
-        peak = op_of(_bare(op.inputs[1]))
+        peak = op_of(_bare(op.inputs[1], "stop_gradient"))
         while peak.opdef.name in ("maximum", "where"):  # guard for fully masked rows
             peak = op_of(
                 _bare(next((y for y in peak.inputs if number_of(y) is None and y.dtype.is_float), peak.output))
@@ -269,9 +289,11 @@ def _written(
         v = broadcast(v, [*batch, memory, *of_values])
     key, value = _joined(contracted), _joined(of_values)
     q, k, v = _merged(q, contracted, key), _merged(k, contracted, key), _merged(v, of_values, value)
+    if value.name == key.name and value != key:  # slices of one dim, which have its name
+        v, value = rename_dimension(v, value.name, f"value_{value.name}"), Dimension(f"value_{value.name}", value.size)
     mask = reduce(logical_and, seen.masks) if seen.masks else None
     y = attention(q, k, v, length, memory, key, value, seen.causal, seen.window, pattern.scale, mask)
-    if len(of_values) > 1:
+    if [value] != of_values:
         y = reshape(y, [*(d for d in y.shape if d != value), *of_values])
     return y
 

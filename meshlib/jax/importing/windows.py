@@ -79,6 +79,7 @@ def _run_axis(axes: Axes, step: CodeStep, x: Var, n: int, run: Run) -> Axis:
     if stride == 1 and begin % size == 0 and x.shape[n] % size == 0 and _tiles(x, n, size):
         whole = [axes.new(x.shape[n] // size), axes.new(size)]
         if axes.tie_runs([x.axes[n]], whole):
+            axes.tiles.append((whole[0], whole[1]))
             return whole[1]
     axes.kin.append((new_axis, x.axes[n]))
     return new_axis

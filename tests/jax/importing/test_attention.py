@@ -116,6 +116,13 @@ def keys_first(x, w):
     return jnp.einsum("bhkq,bkhd->bqhd", jax.nn.softmax(scores, axis=2), v)
 
 
+def causal_and_masked_again(x, w):
+    q, k, v = qkv(x, w)
+    seen = jnp.tril(jnp.ones((L, L), bool))
+    p = jax.nn.softmax(jnp.where(seen, jnp.einsum("bqhd,bkhd->bhqk", q, k), -1e9))
+    return jnp.einsum("bhqk,bkhd->bqhd", jnp.where(jnp.tril(jnp.ones((L, L), bool)), p, 0), v)
+
+
 FUSED = {
     plain: (False, None),
     causal_by_positions: (True, None),
@@ -131,6 +138,7 @@ FUSED = {
     jax_nn: (True, None),
     vmapped: (False, None),
     keys_first: (False, None),
+    causal_and_masked_again: (True, None),
 }
 
 
@@ -144,7 +152,14 @@ def imported(attend):
         names["params.q"] = "d_model heads head_dim"
     layouts = LAYOUT if len(names) == 2 else [("data:2", "batch:data")]
     # The gradients of the kernel are tested elsewhere.
-    return compared(loss, params, weights(B, L, 16), names=names, layouts=layouts, gradients=attend is grouped)
+    return compared(
+        loss,
+        params,
+        weights(B, L, 16),
+        names=names,
+        layouts=layouts,
+        gradients=attend is grouped or attend in NOT_FUSED,
+    )
 
 
 @pytest.mark.parametrize("attend", FUSED, ids=lambda f: f.__name__)
@@ -173,7 +188,34 @@ def without_softmax(x, w):
     return jnp.einsum("bhqk,bkhd->bqhd", scores / scores.sum(1, keepdims=True), v)  # over heads
 
 
-@pytest.mark.parametrize("attend", [with_bias, capped, without_softmax], ids=lambda f: f.__name__)
+def masked_afterwards(x, w):
+    q, k, v = qkv(x, w)
+    p = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    return jnp.einsum("bhqk,bkhd->bqhd", jnp.where(jnp.tril(jnp.ones((L, L), bool)), p, 0), v)
+
+
+def fixed_scores(x, w):
+    q, k, v = qkv(x, w)
+    scores = jax.lax.stop_gradient(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def fixed_probabilities(x, w):
+    q, k, v = qkv(x, w)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.lax.stop_gradient(jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))), v)
+
+
+def fixed_denominator(x, w):
+    q, k, v = qkv(x, w)
+    e = jnp.exp(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    return jnp.einsum("bhqk,bkhd->bqhd", e / jax.lax.stop_gradient(e.sum(-1, keepdims=True)), v)
+
+
+NOT_FUSED = [with_bias, capped, without_softmax, masked_afterwards]
+NOT_FUSED += [fixed_scores, fixed_probabilities, fixed_denominator]
+
+
+@pytest.mark.parametrize("attend", NOT_FUSED, ids=lambda f: f.__name__)
 def test_what_is_no_attention_of_the_librarys_stays(attend):
     assert not [op for op in imported(attend).operations if op.opdef.name.startswith("attention")]
 
@@ -189,3 +231,18 @@ def test_bfloat16_with_a_softmax_in_float32():
     graph = mtf.from_jax(loss, params, jax.ShapeDtypeStruct((B, L, 16), "bfloat16"))
     (found,) = [op for op in graph.operations if op.opdef.name == "attention"]
     assert {x.dtype.name for x in found.inputs} == {"bfloat16"}
+
+
+def test_values_of_another_size_than_the_keys():
+    """Multi-head latent attention: keys have further features for positions, in a slice of the same projection."""
+
+    def loss(params, x):
+        q = jnp.einsum("blm,mhd->blhd", x, params["q"])
+        k, v = jnp.split(jnp.einsum("blm,mhd->blhd", x, params["kv"]), 2, -1)
+        k = jnp.concatenate([k, jnp.tanh(k)], -1)
+        return jnp.sum(jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)), v) ** 2)
+
+    params = {"q": weights(16, H, 2 * D), "kv": weights(16, H, 2 * D)}
+    names = {"x": "batch length d_model", "params.*": "d_model heads head_dim"}
+    graph = compared(loss, params, weights(B, L, 16), names=names, layouts=LAYOUT)
+    assert [op for op in graph.operations if op.opdef.name == "attention"]

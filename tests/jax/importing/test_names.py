@@ -46,6 +46,28 @@ def test_an_axis_that_is_split_is_a_product():
     assert graph.arguments["params/q"].jax_shape == (16, 16)
 
 
+def test_the_name_of_an_axis_that_is_cut_into_tiles_is_that_of_a_tile():
+    def loss(params, x):
+        gate, up = jnp.split(x @ params["wi"], 2, -1)
+        return jnp.sum(((jax.nn.silu(gate) * up) @ params["wo"]) ** 2)
+
+    arrays = {"wi": S((8, 32), "float32"), "wo": S((16, 8), "float32")}
+    graph = mtf.from_jax(loss, arrays, S((4, 8), "float32"), names={"params.wi": "d_model d_ff"})
+    assert shapes(graph)["params/wo"].startswith("[d_ff:16,")
+    program = mtf.lower(graph.outputs, mesh="model:4", layout="d_ff:model")
+    assert [c.kind for c in program.collectives] == ["all_reduce"]
+
+
+def test_a_named_axis_whose_first_factor_does_not_divide():
+    def loss(params, x):
+        return jnp.sum(jnp.tanh(x.reshape(2, 4, 8).sum(1) @ params))
+
+    graph = mtf.from_jax(loss, S((8, 8), "float32"), S((8, 8), "float32"), names={"x": "length d"})
+    said = r"2 % 4 = 2. The function takes this axis of x, 8 long, as length:2 x x_0_1:4: split another of these"
+    with pytest.raises(LayoutError, match=said):
+        mtf.lower(graph.outputs, mesh="seq:4", layout="length:seq")
+
+
 def test_names_that_nobody_gave_come_from_the_arguments():
     assert shapes(mtf.from_jax(attend, *ARGS))["x"] == "[x_0:4, x_1:8, k_0:16]"
 
