@@ -203,9 +203,10 @@ def name_tiles(axes: Axes) -> None:
         old, new = axes.find(number), axes.find(tile)
         if old.name is None or new.name is not None or new.parts:
             continue
-        others = [a for a in axes.named[old.name] if axes.find(a) is not old]
+        name = old.name
+        others = [a for a in axes.named[name] if axes.find(a) is not old]
         if not any(axes.find(a).holders & new.holders for a in others):
-            old.name, new.name, axes.named[old.name] = None, old.name, [*others, new]
+            old.name, new.name, axes.named[name] = None, name, [*others, new]
 
 
 # ---------------------------------------------------------------- generated names
