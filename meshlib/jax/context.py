@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -32,6 +32,16 @@ class Reported:
     checks: list[Array] = field(default_factory=list)
     prints: list[Any] = field(default_factory=list)
     faults: list[Exception] = field(default_factory=list)
+
+    def add(self, checked: Sequence[Operation], checks: Sequence[Array]) -> None:
+        """Report the checks of a loop's body."""
+        self.checked += checked
+        self.checks += checks
+
+
+def passed_checks(count: int) -> list[Array]:
+    """`count` checks in which no index is out of range."""
+    return [jnp.array([0, jnp.iinfo(jnp.int32).max], jnp.int32) for _ in range(count)]
 
 
 @dataclass(eq=False)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,13 @@ from jax import lax
 from meshlib.core.dtypes import BFLOAT16
 from meshlib.core.errors import ProgramError
 from meshlib.core.graph import Operation
-from meshlib.core.opdef import Factor, Halo, Kind, Summary
+from meshlib.core.opdef import Factor, Halo, Summary
 from meshlib.jax.collectives import all_summaries, combined_summaries, gathered_run, move, shared_summaries
-from meshlib.jax.context import Array, Index, Reported, Stack, TraceContext
-from meshlib.jax.placing import in_rows
+from meshlib.jax.context import Array, Index, Reported, TraceContext, passed_checks
+from meshlib.jax.loop_trips import LoopTrip
 from meshlib.jax.repeats import Repeats
 from meshlib.jax.table import BlockRuns, RowContext, row_of, run_row
-from meshlib.program.analysis.buffers import START, rewritten
+from meshlib.program.analysis.buffers import START
 from meshlib.program.exchanges import RUNS, run_factors, summary_factor
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value, Widen
 from meshlib.program.interpreter import Interpreter
@@ -97,66 +96,11 @@ class Executor(Interpreter[Array, TraceContext]):
         raise AssertionError("loops with a condition are one lax.while_loop")
 
     def loop(self, i: Loop, inputs: Sequence[Array], context: TraceContext) -> list[Array]:
-        """All trips in one lax.scan, for which the loop's body is traced once."""
+        """All trips in one lax.scan or lax.while_loop, for which the loop's body is traced once."""
         if i.splits_branch:
             return self._branch(i, inputs, context)
-        body = i.body
-        given = dict(zip(body.inputs.values(), inputs, strict=True))
-        of_variables = {
-            name
-            for name, x in zip(body.inputs, i.inputs, strict=True)
-            if x.tensor.operation.opdef.kind is Kind.VARIABLE and context.platform == "tpu"
-        }
-        stacked = {name: (given.pop(body.inputs[name]), i.slice_axis(name)) for name in i.slices}
-        in_place = rewritten(i)  # these stacks become carries, because slices and stacked results of a scan never alias
-        over = {end: stacked.pop(start)[0] for end, start in in_place.items()}
-        updates = _single_updates(body, in_place)
-        first = {name: x for name, (x, axis) in stacked.items() if axis == 0}
-        inside: Reported | None = None
-
-        def trip(
-            state: tuple[list[Array], dict[str, Array]], scanned: tuple[Array, dict[str, Array]]
-        ) -> tuple[tuple[list[Array], dict[str, Array]], Any]:
-            nonlocal inside
-            (carries, written), (number, slices) = state, scanned
-            inside = Reported()
-            stacks: dict[Instruction, Stack] = {
-                updates[end]: Stack(x, number) for end, x in written.items() if end in updates
-            }
-            here = replace(context.in_trip(number), reported=inside, stacks=stacks)
-            values = dict(given)
-            values.update({body.inputs[begin]: x for (begin, _), x in zip(i.carries, carries, strict=True)})
-            for name, (x, axis) in stacked.items():
-                block = lax.dynamic_index_in_dim(x, number, axis, keepdims=False) if axis else slices[name]
-                values[body.inputs[name]] = in_rows(block) if name in of_variables else block
-            for end, x in written.items():
-                values[body.inputs[in_place[end]]] = lax.dynamic_index_in_dim(x, number, 0, keepdims=False)
-            body_values = self.run(body, values, here)
-            left = (inside.checks, inside.prints)
-            written = {
-                end: stacks[updates[end]].array
-                if end in updates and stacks[updates[end]].array is not x
-                else lax.dynamic_update_index_in_dim(x, body_values[body.outputs[end]], number, 0)
-                for end, x in written.items()
-            }
-            stacked_now = {n: body_values[body.outputs[n]] for n in i.stacks if n not in written}
-            return ([body_values[body.outputs[end]] for _, end in i.carries], written), (stacked_now, left)
-
-        begin = [given[body.inputs[name]] for name, _ in i.carries]
-        if i.going is not None:
-            return self._while(i, trip, begin, context, lambda: inside)
-        numbers = jnp.arange(i.trips, dtype=jnp.int32)
-        (finals, written), (stacks, left) = lax.scan(
-            trip, (begin, over), (numbers, first), reverse=i.trip_order.step < 0
-        )
-        stacks |= written
-        assert inside is not None
-        checks, prints = left
-        context.reported.checked += inside.checked
-        context.reported.checks += [jnp.stack([c[:, 0].max(), c[:, 1].min()]) for c in checks]
-        if prints:
-            context.reported.prints.append(prints)
-        return [*finals, *(stacks[n] for n in i.stacks)]
+        trip = LoopTrip(i, inputs, context, self.run)
+        return trip.run_while() if i.going is not None else trip.run_all()
 
     def _branch(self, i: Loop, inputs: Sequence[Array], context: TraceContext) -> list[Array]:
         """One trip in a lax.cond, skipped by devices on which the branch's index is idle."""
@@ -179,51 +123,14 @@ class Executor(Interpreter[Array, TraceContext]):
         _, stacks, checks = jax.eval_shape(run)
         if inside.prints:
             raise ProgramError(f"{i.operation}: a branch that shows values does not run on JAX")
-        clean = [jnp.array([0, jnp.iinfo(jnp.int32).max], jnp.int32) for _ in checks]
 
         def leave_out() -> tuple[list[Array], list[Array], list[Array]]:
-            return begin, [jnp.zeros(s.shape, s.dtype) for s in stacks], clean
+            return begin, [jnp.zeros(s.shape, s.dtype) for s in stacks], passed_checks(len(checks))
 
         works = given[body.inputs[record.working.operation.name]].reshape(-1)[0]  # of its only index; all indices agree
         finals, stacked, checks = lax.cond(works, run, leave_out)
-        context.reported.checked += inside.checked
-        context.reported.checks += checks
+        context.reported.add(inside.checked, checks)
         return [*finals, *stacked]
-
-    def _while(
-        self,
-        i: Loop,
-        trip: Callable[..., tuple[tuple[list[Array], dict[str, Array]], Any]],
-        begin: list[Array],
-        context: TraceContext,
-        noted: Callable[[], Reported | None],
-    ) -> list[Array]:
-        """Trips while a carry is true, in one lax.while_loop, which also carries failed checks of all trips."""
-        going = [name for name, _ in i.carries].index(i.going or "")
-        none = jnp.zeros((), jnp.int32)
-        _, (stacks, (checks, prints)) = jax.eval_shape(lambda: trip((begin, {}), (none, {})))
-        if stacks or prints:
-            what = "shows values" if prints else "stacks values"
-            raise ProgramError(f"{i.operation}: a loop with a condition that {what} does not run on JAX")
-
-        def another(state: tuple[Array, list[Array], list[Array]]) -> tuple[Array, list[Array], list[Array]]:
-            number, carries, before = state
-            (after, _), (_, (wrong, _)) = trip((carries, {}), (number, {}))
-            merged = [
-                jnp.stack([jnp.maximum(a[0], b[0]), jnp.minimum(a[1], b[1])])
-                for a, b in zip(before, wrong, strict=True)
-            ]
-            return number + 1, after, merged
-
-        clean = [jnp.array([0, jnp.iinfo(jnp.int32).max], jnp.int32) for _ in checks]
-        _, finals, checks = lax.while_loop(
-            lambda state: jnp.logical_and(state[0] < i.trips, state[1][going]), another, (none, begin, clean)
-        )
-        inside = noted()
-        assert inside is not None
-        context.reported.checked += inside.checked
-        context.reported.checks += checks
-        return list(finals)
 
     # ------------------------------------------------------------ computations
 
@@ -260,23 +167,6 @@ class Executor(Interpreter[Array, TraceContext]):
             stack.array = row_of(op).local(part, stack.array, *inputs[1:], trip=stack.trip)
             return (lax.dynamic_index_in_dim(stack.array, stack.trip, 0, keepdims=False),)
         return run_row(part, row_of(op).local, inputs)
-
-
-def _single_updates(body: Program, in_place: Mapping[str, str]) -> dict[str, Compute]:
-    """Results of a body that update part of a slice of a stack -> the instruction that does.
-
-    They write directly to the stack: XLA would copy a slice that is updated and put back.
-    """
-    makers = {y: i for i in body.instructions for y in i.outputs}
-    updates: dict[str, Compute] = {}
-    for end, start in in_place.items():
-        v = body.outputs[end]
-        i = makers.get(v)
-        if not isinstance(i, Compute) or i.inputs[0] is not body.inputs[start] or i.exchanges or v.margins:
-            continue
-        if row_of(i.operation).stacks:
-            updates[end] = i
-    return updates
 
 
 def _offsets(i: Compute, factors: Sequence[Factor], axes: Axes, context: TraceContext) -> dict[str, Index]:

@@ -155,8 +155,27 @@ def axes_of(row: Row, slice_: Slice, d_model: int) -> MeshAxes:
     """
     layout, slices = row.get("layout") or {}, slice_.slices
     stated = stated_sizes(layout)
-    sizes = dict.fromkeys(("slices", "data", "shard", "fsdp", "context", "tensor"), 1)
-    inside, across = dict(sizes), dict(sizes)
+    inside, across = _by_network(stated)
+    if not stated:
+        across["slices"], inside["fsdp"] = _from_words(layout, slice_)
+    if math.prod(inside.values()) != slice_.devices:  # otherwise axes span slices as they are
+        if math.prod(across.values()) == 1:
+            across["slices"] = slices
+        _fill(inside, slice_.devices // slices)
+        _fill(across, slices)
+    sizes = {axis: size * across[axis] for axis, size in inside.items()}
+    if math.prod(sizes.values()) != slice_.devices:
+        raise NotExpressed(f"its layout {stated or layout} does not make {slice_.devices} devices")
+    assumed = _divided(sizes, d_model)
+    used_axes = tuple((axis, size) for axis, size in sizes.items() if size > 1)
+    joined = tuple((axis, size) for axis, size in across.items() if size > 1)
+    return MeshAxes(used_axes or (("data", 1),), joined if math.prod(across.values()) == slices else (), assumed)
+
+
+def _by_network(stated: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Sizes of axes within slices and across them."""
+    inside = dict.fromkeys(("slices", "data", "shard", "fsdp", "context", "tensor"), 1)
+    across = dict(inside)
     for key, size in stated.items():
         network, _, rest = key.partition("_")
         axis = _AXES.get(rest if network in ("ici", "dcn") else key)
@@ -166,20 +185,7 @@ def axes_of(row: Row, slice_: Slice, d_model: int) -> MeshAxes:
             across["slices" if axis == "data" else axis or "data"] *= size
         else:
             inside[axis or "data"] *= size
-    if not stated:
-        across["slices"], inside["fsdp"] = _from_words(layout, slice_)
-    if math.prod(inside.values()) != slice_.devices:  # otherwise axes span slices as they are
-        if math.prod(across.values()) == 1:
-            across["slices"] = slices
-        _fill(inside, slice_.devices // slices)
-        _fill(across, slices)
-    sizes = {axis: inside[axis] * across[axis] for axis in sizes}
-    if math.prod(sizes.values()) != slice_.devices:
-        raise NotExpressed(f"its layout {stated or layout} does not make {slice_.devices} devices")
-    assumed = _divided(sizes, d_model)
-    used_axes = tuple((axis, size) for axis, size in sizes.items() if size > 1)
-    joined = tuple((axis, size) for axis, size in across.items() if size > 1)
-    return MeshAxes(used_axes or (("data", 1),), joined if math.prod(across.values()) == slices else (), assumed)
+    return inside, across
 
 
 def _fill(sizes: dict[str, int], devices: int) -> None:

@@ -217,19 +217,8 @@ def _with_runs(
     checked: Sequence[Checked], refit: bool, compiler: Compiler, told: Callable[[int, int], object]
 ) -> Validation:
     """Fill in the predictions of training runs."""
-    prepared: dict[int, Prepared] = {}
-    of_images: dict[int, PreparedImages] = {}
     rows = list(checked)
-    for n, row in enumerate(rows):
-        told(n, len(rows))
-        try:
-            if row.run is not None:
-                prepared[n] = prepare(row.run, compiler)
-            elif row.images is not None:
-                of_images[n] = prepare_images(row.images, compiler)
-        except _UNREADABLE as fault:
-            why = f"its program is refused: {fault}".splitlines()[0]
-            rows[n] = replace(row, run=None, images=None, measured_seconds=None, apart="", why_not=why)
+    prepared, of_images = _prepare(rows, compiler, told)
     counted = {n: p for n, p in prepared.items() if not p.run.apart}
     cases = [Case(p.run.name, p.run.chip, p.run.measured_seconds, p.seconds) for p in counted.values()]
     physics = fit(cases) if refit and cases else CALIBRATED
@@ -252,6 +241,25 @@ def _with_runs(
             left_out_seconds = row.priced.seconds(others)
             rows[n] = replace(row, predicted_seconds=row.priced.seconds(physics), left_out_seconds=left_out_seconds)
     return Validation(tuple(rows), physics, compiler)
+
+
+def _prepare(
+    rows: list[Checked], compiler: Compiler, told: Callable[[int, int], object]
+) -> tuple[dict[int, Prepared], dict[int, PreparedImages]]:
+    """The programs of training runs, of text and of images, by row; a row without one is replaced by its reason."""
+    prepared: dict[int, Prepared] = {}
+    of_images: dict[int, PreparedImages] = {}
+    for n, row in enumerate(rows):
+        told(n, len(rows))
+        try:
+            if row.run is not None:
+                prepared[n] = prepare(row.run, compiler)
+            elif row.images is not None:
+                of_images[n] = prepare_images(row.images, compiler)
+        except _UNREADABLE as fault:
+            why = f"its program is refused: {fault}".splitlines()[0]
+            rows[n] = replace(row, run=None, images=None, measured_seconds=None, apart="", why_not=why)
+    return prepared, of_images
 
 
 def _with_images(

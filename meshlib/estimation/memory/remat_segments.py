@@ -7,9 +7,9 @@ arXiv:1604.06174).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from meshlib.core.graph import FORWARD
 from meshlib.program.instructions import Instruction, Loop, Resident, Value
@@ -39,19 +39,9 @@ def segments(program: Program, size: Callable[[Value], int]) -> Segments | None:
     producer = {y: n for n, i in enumerate(forward) for y in i.outputs}
     # value -> its last reader in the forward pass
     read = {x: n for n, i in enumerate(forward) for x in i.inputs if x in producer}
-    crossing = [0] * (len(forward) + 1)  # bytes kept by a cut after instruction n, as differences
-    for v, last in read.items():
-        crossing[producer[v]] += size(v)
-        crossing[last] -= size(v)
-    for n in range(1, len(crossing)):
-        crossing[n] += crossing[n - 1]
+    crossing = _crossing_bytes(len(forward), [(producer[v], last, size(v)) for v, last in read.items()])
     held = [sum(size(y) for y in i.outputs if y in stored_values) for i in forward]
-    best, least = [], sum(held)
-    for halving in range(1, _HALVINGS + 1):
-        cuts = _cuts(crossing, held, sum(held) >> halving)
-        total = sum(crossing[n] for n in cuts) + max(_piece_bytes(held, cuts))
-        if total < least:
-            best, least = cuts, total
+    best = _best_cuts(crossing, held)
     if not best:
         return None
     across = {v for v, last in read.items() if any(producer[v] <= n < last for n in best)}
@@ -71,6 +61,26 @@ def _stored_values(program: Program) -> frozenset[Value]:
     order = program.instructions
     within = (b for b in program.buffers if b.begin >= 0 and b.end < len(order))
     return frozenset(b.owner for b in within if _runs_forward(order[b.begin]) and order[b.end].region != FORWARD)
+
+
+def _crossing_bytes(count: int, spans: Sequence[tuple[int, int, int]]) -> list[int]:
+    """Bytes kept by a cut after each of `count` instructions; `spans`: producer, last reader, bytes of each value."""
+    changes = [0] * count
+    for begin, last, value_bytes in spans:
+        changes[begin] += value_bytes
+        changes[last] -= value_bytes
+    return [*accumulate(changes)]
+
+
+def _best_cuts(crossing: list[int], held: list[int]) -> list[int]:
+    """The cuts of least total memory; none if the whole pass needs no more."""
+    best, least = list[int](), sum(held)
+    for halving in range(1, _HALVINGS + 1):
+        cuts = _cuts(crossing, held, sum(held) >> halving)
+        total = sum(crossing[n] for n in cuts) + max(_piece_bytes(held, cuts))
+        if total < least:
+            best, least = cuts, total
+    return best
 
 
 def _cuts(crossing: list[int], held: list[int], most: int) -> list[int]:

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import count, islice, takewhile
 from math import prod
 
-from layouts import LayoutRules, Mesh
+from layouts import Dimension, LayoutRules, Mesh
 from meshlib.core.dtypes import FLOAT32
 from meshlib.core.graph import BACKWARD, Tensor
 from meshlib.core.opdef import Kind
@@ -288,9 +288,7 @@ def _smaller_batch(
     """Half the batch, or enough microbatches to fit; the batch is the first dim of all inputs and no variable."""
     given = {*program.inputs.values()}
     inputs = [v for v in given if v.local_shape.sizes]
-    own = {d.name for v in program.variables.values() for d in v.tensor.shape}
-    shared = [d for d in inputs[0].tensor.shape if all(d in v.tensor.shape for v in inputs)] if inputs else []
-    batch = next((d for d in shared if d.name not in own), None)
+    batch = _batch_dim(program, inputs)
     if batch is None:
         return
     name = batch.name
@@ -308,12 +306,7 @@ def _smaller_batch(
         yield _Idea(f"{HALF}, '{name}' {batch.size} -> {batch.size // 2}", partial(part, parts=2), "batch")
     if not (program.updates and any(i.operation.region == BACKWARD for i in program.instructions)):
         return
-    # Gradients of microbatches are summed in float32 with the sharding of their variables; the stacked gradients of
-    # one microbatch are live besides, pending, until they are added.
-    trained = _trained(program)
-    sums = sum(tiled_bytes(v.local_shape.sizes, 4) for v in trained)
-    sums += sum(tiled_bytes(v.local_shape.sizes, width) for v, width in trained.items() if width)
-    more = max(0, sums - sum(tiled_value_bytes(v) for v in live if kinds.get(v) == "gradients"))
+    more = max(0, _sums_bytes(program) - sum(tiled_value_bytes(v) for v in live if kinds.get(v) == "gradients"))
     ideas = []
     for parts in takewhile(divides, (2**n for n in count(1))):
         what = f"{parts} {MICROBATCHES} '{name}' (mtf.serialize_training_step, num_splits={parts})"
@@ -321,6 +314,21 @@ def _smaller_batch(
         if _peak(program, ideas[-1:]) + _ERROR * peak <= room_bytes:
             break
     yield from ideas[-1:]
+
+
+def _batch_dim(program: Program, inputs: Sequence[Value]) -> Dimension | None:
+    """The first dim that all these inputs have, and no variable."""
+    own = {d.name for v in program.variables.values() for d in v.tensor.shape}
+    shared = [d for d in inputs[0].tensor.shape if all(d in v.tensor.shape for v in inputs)] if inputs else []
+    return next((d for d in shared if d.name not in own), None)
+
+
+def _sums_bytes(program: Program) -> int:
+    """Bytes of gradients while microbatches are summed: the float32 sums, with the sharding of their variables, and the
+    stacked gradients of one microbatch, which are pending until they are added."""
+    trained = _trained(program)
+    sums = sum(tiled_bytes(v.local_shape.sizes, 4) for v in trained)
+    return sums + sum(tiled_bytes(v.local_shape.sizes, width) for v, width in trained.items() if width)
 
 
 def _trained(program: Program) -> dict[Value, float]:

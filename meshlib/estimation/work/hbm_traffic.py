@@ -7,7 +7,7 @@ the values that it is computed from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from hardware.memory import LANES, SUBLANES
@@ -81,15 +81,23 @@ def boundary_of(members: Sequence[Instruction], stored: Stored, in_place: frozen
                 shares[x] = max(shares.get(x, share), share)
             if stays and n == 0:
                 continue
-            recomputed = None if x in inside else stored.recomputed.get(x)
-            for v in (x,) if recomputed is None else recomputed.of:
-                if v not in inside:
-                    part_read = share if v.local_size == x.local_size else 1.0
-                    for b, bytes_read in _buffers_read(i, n if v is x else None, v, part_read, stored):
-                        read[b] = max(read.get(b, bytes_read), bytes_read)
+            for b, bytes_read in _reads(i, n, share, inside, stored):
+                read[b] = max(read.get(b, bytes_read), bytes_read)
     uses = [Use(b, *bytes_read, False, b not in stored.held) for b, bytes_read in read.items()]
     uses += [Use(b, *bytes_read, True, b not in stored.held) for b, bytes_read in written.items()]
     return Boundary(tuple(uses))
+
+
+def _reads(
+    i: Instruction, n: int, share: float, inside: Set[Value], stored: Stored
+) -> Iterator[tuple[Value, tuple[int, int]]]:
+    """Buffers from outside a group, and bytes, that are read for operand `n`; `share`: the share of it that is read."""
+    x = i.inputs[n]
+    recomputed = None if x in inside else stored.recomputed.get(x)
+    for v in (x,) if recomputed is None else recomputed.of:
+        if v not in inside:
+            part_read = share if v.local_size == x.local_size else 1.0
+            yield from _buffers_read(i, n if v is x else None, v, part_read, stored)
 
 
 def _buffers_read(

@@ -73,18 +73,23 @@ def passes_of(members: Sequence[Instruction], stored: Stored) -> Passes:
     sweeping = [i for i in computed if 2 * _extent(i) > rows]
     statistics = {level[i] for i in computed if level[i] and 2 * _extent(i) <= rows}
     sweeps = 0 if any(map(is_matmul, computed)) else max(0, len({level[i] for i in sweeping}) - 1)
-    blocks: dict[int, int] = {}  # accumulator blocks of the reductions in each pass, which share operands
-    for i in computed:
-        if _reduces(i):
-            blocks[level[i]] = max(blocks.get(level[i], 0), _block_bytes(i.inputs[0]))
     rounded = (y for i in sweeping for y in i.outputs if _is_rounded(i, y, stored))
-    block_bytes = sum(blocks.values()) + sum(map(_block_bytes, rounded))
+    block_bytes = _accumulator_bytes(computed, level) + sum(map(_block_bytes, rounded))
     running = [(n, i.outputs[0]) for i in sweeping if (n := _running_passes(i))]
     block_bytes += sum(2 * n * _block_bytes(y) for n, y in running)  # passed on between passes
     anew = [v for i in computed for v in _laid_out_anew(i)]
     block_bytes += sum(map(_block_bytes, anew))
     launches = 1 + sweeps + len(statistics) + sum(n for n, _ in running) + len(anew)
     return Passes(launches, sweeps, block_bytes, _registers(sweeping, level, rows))
+
+
+def _accumulator_bytes(computed: Sequence[Compute], level: dict[Compute, int]) -> int:
+    """Accumulator blocks of all passes; reductions in one pass share their operands."""
+    blocks: dict[int, int] = {}
+    for i in computed:
+        if _reduces(i):
+            blocks[level[i]] = max(blocks.get(level[i], 0), _block_bytes(i.inputs[0]))
+    return sum(blocks.values())
 
 
 def product_launch_seconds(chip: Chip) -> float:

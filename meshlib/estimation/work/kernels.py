@@ -15,7 +15,7 @@ from hardware.memory import SUBLANES
 from meshlib.core.dtypes import BFLOAT16
 from meshlib.core.graph import FORWARD
 from meshlib.core.opdef import Kind, Storage
-from meshlib.estimation.work.hbm_traffic import Use, boundary_of
+from meshlib.estimation.work.hbm_traffic import Boundary, Use, boundary_of
 from meshlib.estimation.work.kernel_passes import Passes
 from meshlib.estimation.work.products import (
     Attention,
@@ -118,49 +118,38 @@ def kernel_of(
     copies keep their names. `in_place`: results that overwrite part of an existing buffer. `region`: that of an
     enclosing loop outside the forward pass: then no operation inside counts as forward.
     """
-    writers = [i for i in reversed(members) if any(map(stored.is_written, i.outputs))] or members[::-1]
-    large = (i for i in writers if any(y.local_size > 1 for y in i.outputs))
-    main = next((i for i in members if is_matmul(i)), None) or next(large, members[-1])
-    matmuls, flops, useful, ops, padded_ops, narrow = [], 0, 0.0, 0, 0.0, 0.0
+    main = _main(members, stored)
 
     def is_recomputed(i: Instruction) -> bool:
         return i.operation.name in forward and (region or i.operation.region) != FORWARD
 
+    ops, padded_ops, narrow = _vector_ops(program, members, stored)
+    products = [(i, matmul_of(program, i)) for i in members if is_matmul(i)]
+    flops = sum(local_work(program, i).mxu_flops for i in members)
+    useful = sum((useful_flops(program, i, is_recomputed(i)) / product.passes for i, product in products), 0.0)
     attention = attention_of(program, main) if main.operation.opdef.scores and isinstance(main, Compute) else None
-    for i in _executed(members, stored):
-        vpu_ops = local_work(program, i).vpu_ops
-        ops += vpu_ops
-        if vpu_ops:
-            stretched = vpu_ops * _stretch(i)
-            padded_ops += stretched
-            narrow += stretched if i.outputs[0].tensor.dtype is BFLOAT16 else 0.0
-    for i in members:
-        flops += local_work(program, i).mxu_flops
-        if is_matmul(i):
-            product = matmul_of(program, i)
-            matmuls.append((product, operand_itemsizes(i, stored.itemsize)))
-            useful += useful_flops(program, i, is_recomputed(i)) / product.passes
     if attention is not None and isinstance(main, Compute):
         useful += flops / attention.passes * attention.useful * share_useful(program, main, is_recomputed(main))
     passed, spared = quantised.moved(main, stored) if is_matmul(main) else (0, 0)
     boundary = boundary_of(members, stored, in_place)
-    free = all(_is_free(i) for i in members)
+    free = all(map(_is_free, members))
+    moved = Boundary(()) if free else boundary
     row_bytes, sweeps = _rows(members)
     return Kernel(
         name=main.operation.name,
         opcode=main.opcode,
         source=main.operation.source,
         region=region or main.region,
-        matmuls=tuple(matmuls),
+        matmuls=tuple((product, operand_itemsizes(i, stored.itemsize)) for i, product in products),
         mxu_flops=flops,
         useful_flops=useful,
         vpu_ops=ops,
         padded_vpu_ops=padded_ops,
         narrow_vpu_ops=narrow,
-        hbm_bytes=0 if free else boundary.exact_bytes,
-        padded_bytes=0 if free else boundary.padded_bytes,
+        hbm_bytes=moved.exact_bytes,
+        padded_bytes=moved.padded_bytes,
         free=free,
-        uses=() if free else boundary.uses,
+        uses=moved.uses,
         attention=attention,
         quantised_bytes=passed,
         spared_bytes=spared,
@@ -170,6 +159,26 @@ def kernel_of(
         sweeps=sweeps,
         read_bytes=boundary.read_bytes,
     )
+
+
+def _main(members: Sequence[Instruction], stored: Stored) -> Instruction:
+    """The operation that names a group: its product, else its last one with a stored result of several elements."""
+    writers = [i for i in reversed(members) if any(map(stored.is_written, i.outputs))] or members[::-1]
+    large = (i for i in writers if any(y.local_size > 1 for y in i.outputs))
+    return next(filter(is_matmul, members), None) or next(large, members[-1])
+
+
+def _vector_ops(program: Program, members: Sequence[Instruction], stored: Stored) -> tuple[int, float, float]:
+    """Vector operations of a group's kernel: exact, on padded values, and the bfloat16 part of the padded ones."""
+    exact, padded, narrow = 0, 0.0, 0.0
+    for i in _executed(members, stored):
+        ops = local_work(program, i).vpu_ops
+        if ops:
+            exact += ops
+            stretched = ops * _stretch(i)
+            padded += stretched
+            narrow += stretched if i.outputs[0].tensor.dtype is BFLOAT16 else 0.0
+    return exact, padded, narrow
 
 
 def _executed(members: Sequence[Instruction], stored: Stored) -> Iterator[Instruction]:

@@ -14,7 +14,7 @@ from meshlib.core.compiler import Compiler
 from meshlib.core.graph import FORWARD, UPDATE
 from meshlib.core.opdef import Kind
 from meshlib.estimation.work.combined_collectives import combined
-from meshlib.estimation.work.communication import Kept, Network, moves_of
+from meshlib.estimation.work.communication import Communication, Kept, Network, moves_of
 from meshlib.estimation.work.kernel_passes import passes_of
 from meshlib.estimation.work.kernels import Kernel, forward_names, kernel_of
 from meshlib.estimation.work.products import Quantised, in_ragged_tiles, is_matmul, narrow_values
@@ -134,31 +134,17 @@ class _UnitPlanner:
             tuple(self._number(y) for i in members for y in i.outputs),
         )
         if isinstance(first, Loop):
-            inside = Recent.of(first)
-            region = self.region or (None if first.region == FORWARD else first.region)
-            written = written_inside(first, self.in_place)
-            unit.body = _planned(first.body, self.whole, inside, written, region, first)
-            unit.trips = first.trips if first.share == 1 else float(first.share)
-            unit.active = first.active_share
-            unit.timing = first.record.timing
-            unit.branch = None if first.record.branch is None else first.record.branch.kind
-            self.recent.moved_bytes += int(unit.trips * inside.moved_bytes)
+            self._repeat(unit, first)
             return unit
+        result_bytes = sum(y.local_bytes for i in members for y in i.outputs)
         if isinstance(first, Compute) and first.operation.opdef.kind is Kind.COPY:
-            unit.host_bytes = first.opcode, sum(y.local_bytes for i in members for y in i.outputs)
+            unit.host_bytes = first.opcode, result_bytes
             return unit
         unit.early = isinstance(first, Reshard) and first.early
-        compiled = self.whole.kept
-        moves = [m for i in members for m in (moves_of(self.program, i) if compiled is None else compiled.get(i, ()))]
-        if compiled is None and first.is_collective and all(y in self.narrow for y in first.outputs):
-            gathered = self.quantised.gathered
-            gathered.update({y: gathered.get(x, x) for x, y in zip(first.inputs, first.outputs, strict=True)})
-            wide = first.inputs[0].tensor.dtype
-            moves = [replace(m, larger_bytes=m.larger_bytes * 8 // wide.bits) for m in moves]
-        unit.moves = tuple((m, self.whole.network.cost(m)) for m in moves)
+        unit.moves = tuple((m, self.whole.network.cost(m)) for m in self._moves(members))
         if first.is_collective:
             self.recent.leave(map(self.stored.of, operands))
-            self.recent.moved_bytes += sum(y.local_bytes for i in members for y in i.outputs)
+            self.recent.moved_bytes += result_bytes
         else:
             unit.kernel = kernel_of(
                 self.program, members, self.stored, self.quantised, self.whole.forward, self.in_place, self.region
@@ -167,6 +153,28 @@ class _UnitPlanner:
             unit.product = bool(unit.kernel.matmuls)
             unit.name, unit.source, unit.region = unit.kernel.name, unit.kernel.source, unit.kernel.region
         return unit
+
+    def _repeat(self, unit: Unit, loop: Loop) -> None:
+        """Complete the unit of a loop: the plan of its body, its trips and branches."""
+        inside = Recent.of(loop)
+        region = self.region or (None if loop.region == FORWARD else loop.region)
+        unit.body = _planned(loop.body, self.whole, inside, written_inside(loop, self.in_place), region, loop)
+        unit.trips = loop.trips if loop.share == 1 else float(loop.share)
+        unit.active, unit.timing = loop.active_share, loop.record.timing
+        unit.branch = None if loop.record.branch is None else loop.record.branch.kind
+        self.recent.moved_bytes += int(unit.trips * inside.moved_bytes)
+
+    def _moves(self, members: Sequence[Instruction]) -> list[Communication]:
+        """The transfers of a group; a collective of eight-bit values sends one byte per element."""
+        compiled, first = self.whole.kept, members[0]
+        if compiled is not None:
+            return [m for i in members for m in compiled.get(i, ())]
+        moves = [m for i in members for m in moves_of(self.program, i)]
+        if not first.is_collective or any(y not in self.narrow for y in first.outputs):
+            return moves
+        gathered, wide = self.quantised.gathered, first.inputs[0].tensor.dtype
+        gathered.update({y: gathered.get(x, x) for x, y in zip(first.inputs, first.outputs, strict=True)})
+        return [replace(m, larger_bytes=m.larger_bytes * 8 // wide.bits) for m in moves]
 
     def _in_tiles(self, kernel: Kernel, members: Sequence[Instruction]) -> Kernel:
         """A kernel whose expert product, if any, is padded to whole weight tiles."""
