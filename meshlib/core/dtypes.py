@@ -23,7 +23,7 @@ from meshlib.core.source_lines import source_line
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DType:
     """One element type: `name`, `bits` on the device, NumPy `storage` in the simulation, `public` type for users.
 

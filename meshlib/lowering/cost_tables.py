@@ -48,44 +48,39 @@ def dominated(axes: Sequence[int], tables: Sequence[Floats]) -> NDArray[np.bool_
     """Mask of a variable's values that another value dominates; `axes` are its axes in `tables`."""
     size = tables[0].shape[axes[0]] if tables else 0
     nothing = np.zeros(size, np.bool_)
-    if sum([size * table.size for table in tables]) > DOMINANCE_ENTRIES:
+    if size * sum([table.size for table in tables]) > DOMINANCE_ENTRIES:
         return nothing
-    views = [table.swapaxes(0, axis) for axis, table in zip(axes, tables, strict=True)]
+    rows = [
+        (table.swapaxes(0, axis) if axis else table).reshape(size, -1) for axis, table in zip(axes, tables, strict=True)
+    ]
     # Values that fail under a few of the neighbours' values need no full comparison.
-    samples = views[0][_samples(views[0].shape)]
-    for view in views[1:]:
-        samples = samples + view[_samples(view.shape)]
+    samples = sum([table[:, _samples(table.shape[1])] for table in rows], np.zeros(()))
     maybe = np.logical_and.reduce(samples[:, None] <= samples + 1e-12 * abs(samples), axis=2)
     maybe.flat[:: size + 1] = False
     some, others = maybe.nonzero()
     if not len(some):
         return nothing
     worst = np.zeros(len(some))  # largest excess over the other value
-    for view in views:
-        table = view.reshape(size, -1)
-        if np.isfinite(table).all():
-            worst += np.maximum.reduce(table[some] - table[others], axis=1)
-            continue
-        with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):
+        for table in rows:
             more = table[some] - table[others]
-        more[np.isnan(more)] = -inf  # both infeasible
-        step = np.maximum.reduce(more, axis=1)
-        ruled_out = np.isposinf(worst) | np.isposinf(step)
-        worst = np.where(ruled_out, inf, np.where(ruled_out, 0, worst) + np.where(ruled_out, 0, step))
+            step = np.maximum.reduce(more, axis=1)
+            if np.isnan(step).any():
+                more[np.isnan(more)] = -inf  # both infeasible
+                step = np.maximum.reduce(more, axis=1)
+            worst += step  # not a number where one table rules the other value out
     maybe[some, others] = worst <= 0
     ties = maybe & maybe.T
-    maybe &= ~ties | (np.arange(size)[:, None] < np.arange(size)[None, :])  # of equal values the first stays
-    gone: NDArray[np.bool_] = np.any(maybe, axis=0)
+    if ties.any():  # of equal values the first stays
+        maybe &= ~ties | (np.arange(size)[:, None] < np.arange(size))
+    gone: NDArray[np.bool_] = np.logical_or.reduce(maybe, axis=0)
     return gone
 
 
 @lru_cache(maxsize=1 << 12)
-def _samples(shape: tuple[int, ...]) -> tuple[slice | Ints, ...]:
-    """Index of a few evenly spaced entries of each row of a table."""
-    places = np.linspace(0, prod(shape[1:]) - 1, SAMPLES).astype(np.intp)
-    if len(shape) == 1:
-        return (np.arange(shape[0])[:, None].repeat(SAMPLES, 1),)
-    return (slice(None), *np.unravel_index(places, shape[1:]))
+def _samples(count: int) -> Ints:
+    """A few evenly spaced columns of a table."""
+    return np.linspace(0, count - 1, SAMPLES).astype(np.intp)
 
 
 def minimum(sizes: tuple[int, ...], axes: Sequence[tuple[int, ...]], tables: Sequence[Floats]) -> Floats:

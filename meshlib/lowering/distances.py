@@ -6,25 +6,28 @@ computed for all pairs of placements at once. Others, where an axis moves to ano
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import product
 from math import gcd, prod
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from layouts import Mesh, Shape, Sharding
 from layouts.dims import Dimension
-from layouts.sharding import Axes, laid
+from layouts.sharding import Axes, Pending, laid
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.cost_tables import Floats, Ints
 from meshlib.lowering.materialisation import Prices, axes_price, between
 
 COLLECTIVE, STRAY = 2.0**-10, 2.0**-16  # bytes: ties go to fewer collectives, then to the plain reading of the layout
+MOST_USUAL = 2  # axes of a mesh whose placements are tabulated before they are asked for
 MOST_AXES = 8  # larger meshes: sets of axes are not tabulated
 KINDS = {"sum": 0, "max": 1, "min": 2}
 
 Masks: TypeAlias = Ints  # sets of mesh axes, one bit per axis
+Placement: TypeAlias = tuple[tuple[Axes, ...], Pending]  # of a sharding: the axes that split each dim, pending reductions
 
 
 def distances(placements: Sequence[Sharding], itemsize: float, balance: Balance) -> Floats:
@@ -55,7 +58,7 @@ class _Known:
     def __init__(self, mesh: Mesh, sizes: tuple[int, ...], prices: Prices) -> None:
         self.mesh, self.prices = mesh, prices
         self.shape = Shape([Dimension(f"d{n}", size) for n, size in enumerate(sizes)])
-        self.placements: list[Sharding] = []
+        self.placements: dict[Placement, int] = {}
         self._numbers: dict[Sharding, int] = {}
         self._costs = np.zeros((2, 0, 0))  # bytes, collectives; NaN: not routed yet
 
@@ -65,95 +68,123 @@ class _Known:
         if new:
             self._enter(new)
         at = np.array([self._numbers[s] for s in placements])
-        costs = self._costs[:, at[:, None], at]
-        for a, b in zip(*np.nonzero(np.isnan(costs[0])), strict=True):
-            pair = between(self.placements[at[a]], self.placements[at[b]], 1, self.prices)
-            costs[:, a, b] = self._costs[:, at[a], at[b]] = pair
+        costs: Floats = self._costs[:, at[:, None], at]
+        for a, b in zip(*np.isnan(costs[0]).nonzero(), strict=True):
+            ends = [laid(self.shape, self.mesh, s.axes, s.pending) for s in (placements[a], placements[b])]
+            costs[:, a, b] = self._costs[:, at[a], at[b]] = between(*ends, 1, self.prices)
         return costs[0], costs[1]
 
     def _enter(self, new: Sequence[Sharding]) -> None:
         count = len(self.placements)
-        numbers = {(s.axes, s.pending): n for n, s in enumerate(self.placements)}
+        if not count:
+            self.placements.update((s, n) for n, s in enumerate(self._usual()))
         for s in new:
-            key = (s.axes, s.pending)
-            self._numbers[s] = numbers.setdefault(key, len(numbers))
-            if len(numbers) > len(self.placements):
-                self.placements.append(laid(self.shape, self.mesh, *key))
-        if len(self.placements) > count:
-            rest = self.placements[count:]
-            costs = np.empty((2, len(self.placements), len(self.placements)))
+            self._numbers[s] = self.placements.setdefault((s.axes, s.pending), len(self.placements))
+        total = len(self.placements)
+        if total > count:
+            costs = np.empty((2, total, total))
             costs[:, :count, :count] = self._costs
-            costs[:, count:] = _plain(self.mesh, rest, self.placements, self.prices)
-            costs[:, :count, count:] = _plain(self.mesh, self.placements[:count], rest, self.prices)
+            pairs = np.ones((total, total), bool)
+            pairs[:count, :count] = False
+            sources, targets = pairs.nonzero()
+            costs[:, sources, targets] = _plain(self.mesh, self.shape, [*self.placements], sources, targets, self.prices)
             self._costs = costs
+
+    def _usual(self) -> Iterator[Placement]:
+        """On small meshes all placements with axes in mesh order, pending sums included: in one go that is cheaper."""
+        axes = [a for a in self.mesh.axes if self.mesh.axis_size(a) > 1]
+        if len(axes) > MOST_USUAL:
+            return
+        count = len(self.shape)
+        for dims in product(range(count + 2), repeat=len(axes)):
+            entries = [tuple([a for a, d in zip(axes, dims, strict=True) if d == n]) for n in range(count + 1)]
+            if all(d.size % self.mesh.group_size(e) == 0 for d, e in zip(self.shape, entries, strict=False)):
+                yield tuple(entries[:count]), tuple([(a, "sum") for a in entries[count]])
 
 
 _known = lru_cache(maxsize=1 << 9)(_Known)
 
 
-class _Axes(NamedTuple):
-    """Sets of mesh axes as bit masks: their devices, and the price of a byte sent along them."""
+class _Axes:
+    """Sets of mesh axes as bit masks: their devices, and the price of a byte sent along them.
 
-    bits: dict[str, int]
-    devices: Floats
-    price: Floats
+    `changes[:, a, b]`: the axes that a dim loses where entry `b` of a sharding takes the place of entry `a`, then each
+    axis that it gains, major first.
+    """
+
+    def __init__(self, mesh: Mesh, prices: Prices) -> None:
+        sets = [[a for k, a in enumerate(mesh.axes) if mask >> k & 1] for mask in range(1 << len(mesh.axes))]
+        self.bits = {a: 1 << k for k, a in enumerate(mesh.axes)}
+        self.devices: Floats = np.array([mesh.group_size(axes) for axes in sets], float)
+        self.price: Floats = np.array([axes_price(s, prices) for s in sets])
+        self.entries: dict[Axes, int] = {}
+        self.changes: Masks = np.zeros((1, 0, 0), np.intp)
 
     def mask(self, axes: Axes) -> int:
         """Bit mask of a set of axes."""
         return sum([self.bits[a] for a in axes])
 
+    def numbers(self, rows: Sequence[Sequence[Axes]]) -> Ints:
+        """The numbers of the entries of each row."""
+        count = len(self.entries)
+        numbers = np.array([[self.entries.setdefault(e, len(self.entries)) for e in row] for row in rows], np.intp)
+        if len(self.entries) > count:
+            before, total = self.changes, len(self.entries)
+            self.changes = np.zeros((1 + max(map(len, self.entries)), total, total), np.intp)
+            self.changes[: len(before), :count, :count] = before
+            for a, m in self.entries.items():
+                for b, n in self.entries.items():
+                    if a != b and max(m, n) >= count:
+                        same = 0
+                        while same < min(len(a), len(b)) and a[same] == b[same]:
+                            same += 1
+                        self.changes[: 1 + len(b) - same, m, n] = [self.mask(a[same:]), *map(self.bits.get, b[same:])]
+        return numbers.reshape(len(rows), -1)
 
-@lru_cache(maxsize=1 << 8)
-def _axes_of(mesh: Mesh, prices: Prices) -> _Axes:
-    sets = [[a for k, a in enumerate(mesh.axes) if mask >> k & 1] for mask in range(1 << len(mesh.axes))]
-    devices = np.array([mesh.group_size(axes) for axes in sets], float)
-    return _Axes({a: 1 << k for k, a in enumerate(mesh.axes)}, devices, np.array([axes_price(s, prices) for s in sets]))
+
+_axes_of = lru_cache(maxsize=1 << 8)(_Axes)
 
 
-def _plain(mesh: Mesh, sources: Sequence[Sharding], targets: Sequence[Sharding], prices: Prices) -> Floats:
+def _plain(
+    mesh: Mesh, shape: Shape, placements: Sequence[Placement], sources: Ints, targets: Ints, prices: Prices
+) -> Floats:
     """Bytes and collectives of reshards that slice, reduce, then gather; NaN for others, infinity if impossible.
 
     Slices come first, to shrink what follows; sums are then scattered if the target has their axes, and
     reduced in full otherwise; gathers, which send only missing blocks, come last.
+
+    Args:
+      sources: the number of the first placement of each pair; `targets` are those of the second.
     """
-    if not sources or len(mesh.axes) > MOST_AXES:
-        return np.full((2, len(sources), len(targets)), np.nan)
+    if len(mesh.axes) > MOST_AXES:
+        return np.full((2, len(sources)), np.nan)
     axes = _axes_of(mesh, prices)
-    before, after = ([axes.mask(s.pending_axes) for s in some] for some in (sources, targets))
-    here, there = np.array(before)[:, None], np.array(after)
-    kind, wanted = ([KINDS[s.pending[0][1]] if s.pending else 0 for s in some] for some in (sources, targets))
-    summed_up, alike = np.array(kind)[:, None] == 0, np.array(kind)[:, None] == np.array(wanted)
+    entries = axes.numbers([entries for entries, _ in placements])
+    split = np.array([axes.mask([a for entry in entries for a in entry]) for entries, _ in placements])
+    waiting = np.array([axes.mask([a for a, _ in pending]) for _, pending in placements])
+    kind = np.array([KINDS[pending[0][1]] if pending else 0 for _, pending in placements])
+    here, there, summed_up = waiting[sources], waiting[targets], kind[sources] == 0
     left = here & ~there
-    possible = (there == 0) | (alike & (((there & ~here) == 0) | summed_up))
+    possible = (there == 0) | ((kind[sources] == kind[targets]) & (((there & ~here) == 0) | summed_up))
+    lost, *gained = axes.changes[:, entries[sources], entries[targets]]
+    sliced, summed, stays = np.zeros_like(left), np.zeros_like(lost), lost == 0
     plain = possible.copy()
-    sliced, gathered = np.zeros_like(left), np.zeros_like(left)
-    scattered: list[Masks] = []
-    collectives = np.zeros(left.shape)
-    for d in range(len(targets[0].shape)):
-        entries = [s.axes[d] for s in sources], [s.axes[d] for s in targets]
-        if len({*entries[0], *entries[1]}) == 1:
-            continue
-        lost, *gained = _changes(*entries, axes)
-        summed = np.zeros_like(left)
-        for one in gained:  # major first: scattered sums follow slices
-            sums_up = (one & left) != 0
-            plain &= (one == 0) | ((lost == 0) & (sums_up | (summed == 0)))
-            summed |= np.where(sums_up, one, 0)
-            sliced |= np.where(sums_up, 0, one)
-        gathered |= lost
-        collectives += lost != 0
-        if summed.any():
-            scattered.append(summed)
-            collectives += summed != 0
+    for one in gained:  # major first: scattered sums follow slices
+        sums_up = (one & left[:, None]) != 0
+        plain &= ((one == 0) | (stays & (sums_up | (summed == 0)))).all(axis=1)
+        summed |= np.where(sums_up, one, 0)
+        sliced |= np.bitwise_or.reduce(np.where(sums_up, 0, one), axis=1)
+    gathered = np.bitwise_or.reduce(lost, axis=1)
     plain &= gathered & (sliced | left) == 0
     whole = left
-    block = np.array([s.local_size for s in sources], float)[:, None] / axes.devices[sliced]
+    block = (shape.size / axes.devices[split])[sources] / axes.devices[sliced]
+    collectives = np.count_nonzero(lost, axis=1) + np.count_nonzero(summed, axis=1)
     sent = np.zeros_like(block)
-    for summed in scattered:
-        plain &= (summed == 0) | summed_up
-        rest = block / axes.devices[summed]
+    for scattered in summed.T[summed.any(axis=0)]:
+        plain &= (scattered == 0) | summed_up
+        rest = block / axes.devices[scattered]
         sent += block - rest
-        block, whole = rest, whole & ~summed
+        block, whole = rest, whole & ~scattered
     sent += (axes.devices[gathered] - 1) * block
     sent += 2 * (axes.devices[whole] - 1) * block / axes.devices[whole]
     collectives += whole != 0
@@ -164,22 +195,3 @@ def _plain(mesh: Mesh, sources: Sequence[Sharding], targets: Sequence[Sharding],
     sent[~possible] = np.inf
     collectives[~possible] = 0
     return np.array((sent, collectives))
-
-
-def _changes(before: Sequence[Axes], after: Sequence[Axes], axes: _Axes) -> list[Masks]:
-    """Masks for each pair of a dim's entries: all axes lost, then each axis gained, major first."""
-    rows: dict[Axes, int] = {}
-    columns: dict[Axes, int] = {}
-    row = np.array([rows.setdefault(e, len(rows)) for e in before])
-    column = np.array([columns.setdefault(e, len(columns)) for e in after])
-    table = np.zeros((1 + max(map(len, columns)), len(rows), len(columns)), np.intp)
-    for a, m in rows.items():
-        for b, n in columns.items():
-            if a != b:
-                same = 0
-                while same < min(len(a), len(b)) and a[same] == b[same]:
-                    same += 1
-                table[0, m, n] = axes.mask(a[same:])
-                for k, axis in enumerate(b[same:], start=1):
-                    table[k, m, n] = axes.bits[axis]
-    return list(table[:, row[:, None], column])

@@ -11,6 +11,7 @@ import numpy as np
 from layouts import Sharding
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import Binding
+from meshlib.lowering.cost_tables import Floats
 from meshlib.lowering.distances import COLLECTIVE, STRAY, distances
 from meshlib.lowering.expected_halos import Near
 from meshlib.lowering.materialisation import axes_price
@@ -113,6 +114,8 @@ class Pricing:
         if len(found) <= 1:
             return found
         found.sort(key=lambda s: s.cost)
+        if self._all_undominated(found):
+            return found
         op = self.signature.op
         several = len(op.outputs) > 1  # further results may be bound or not: compare them as computed
         own = np.array([s.cost - s.home_cost * several for s in found])
@@ -134,3 +137,33 @@ class Pricing:
             if not any(than[k] for k in undominated):
                 undominated.append(n)
         return [found[n] for n in undominated]
+
+    def _all_undominated(self, strategies: Sequence[Strategy]) -> bool:
+        """Whether a lower bound of the reshards between strategies shows that none dominates another one."""
+        if any(len(s.made) > 1 for s in strategies):
+            return False
+        op, price = self.signature.op, min([1.0, *[price for _, price in self.balance.axis_prices]])
+        least = _least_sent([s.choice.out for s in strategies], price * sum([y.dtype.itemsize for y in op.outputs]))
+        for n, x in enumerate(op.inputs):
+            least += _least_sent([s.choice.operands[n] for s in strategies], price * x.dtype.itemsize).T
+        own = np.array([s.cost for s in strategies])
+        return bool((own[:, None] + least > own + 1e-9).sum() == len(own) * (len(own) - 1))
+
+
+def _least_sent(placements: Sequence[Sharding], itemsize: float) -> Floats:
+    """Lower bound, to rounding, of the cost of a reshard from each placement (rows) to each (columns).
+
+    Reduced values are received entirely, others as far as the new block is larger.
+    """
+    numbers: dict[object, int] = {}
+    kind = np.array([numbers.setdefault(s, len(numbers)) for s in placements])
+    if len(numbers) == 1:
+        return np.zeros((len(kind), len(kind)))
+    axes = placements[0].mesh.axes
+    pending = np.array([sum([1 << axes.index(a) for a in s.pending_axes]) for s in numbers])
+    size = np.array([s.local_size for s in numbers], float)
+    more = np.where(pending[:, None] & ~pending, size, np.maximum(size - size[:, None], 0))
+    moved = (size[:, None] == size) & (pending[:, None] == pending)
+    moved.flat[:: len(size) + 1] = False
+    costs: Floats = more * (itemsize * (1 - 1e-12)) + COLLECTIVE * moved
+    return costs[kind[:, None], kind]

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 from layouts import LayoutError, Mesh, Sharding
 from layouts.sharding import block, laid
-from meshlib.core.graph import Operation, Tensor, TensorType
+from meshlib.core.graph import Operation, TensorType
 from meshlib.core.opdef import Work
 from meshlib.program.exchanges import TOGETHER, Exchange, plan_exchanges
 from meshlib.program.factor_shardings import Axes
+
+NOTHING: frozenset[int] = frozenset()
 
 
 class BlockCounts(NamedTuple):
@@ -36,9 +38,12 @@ class Assigned(NamedTuple):
 
 
 class Signature:
-    """All operations of one kind with equal attributes and operand types; `op` is a representative."""
+    """All operations of one kind with equal attributes and operand types; `op` is a representative.
 
-    def __init__(self, op: Operation) -> None:
+    `shared` caches what depends on shapes and factors alone, for signatures of several kinds.
+    """
+
+    def __init__(self, op: Operation, shared: dict[object, Any]) -> None:
         self.op = op
         self.factors = op.opdef.roles(op)
         self.linear = op.opdef.linear(op)
@@ -47,10 +52,12 @@ class Signature:
         self._exchanges = any(f.role in TOGETHER for f in self.factors)
         self._leaves = [(f.name, f.role.pending) for f in self.factors if f.role.pending is not None]
         shares = frozenset(n for n, f in enumerate(self.factors) if f.shares is not None)
-        self._sides = [_Side(x, [f.operands[n] for f in self.factors]) for n, x in enumerate(op.inputs)]
-        self._sides.append(_Side(op.output, [f.outputs[0] for f in self.factors], shares))
+        sides = [(x.type, tuple([f.operands[n] for f in self.factors]), NOTHING) for n, x in enumerate(op.inputs)]
+        sides.append((op.output.type, tuple([f.outputs[0] for f in self.factors]), shares))
+        self._sides = [shared[side] if side in shared else shared.setdefault(side, _Side(*side)) for side in sides]
         self._blocks: dict[tuple[int, ...], BlockCounts | None] = {}
-        self._assigned: dict[object, Assigned | None] = {}
+        alike = op if self._exchanges else (self.names, tuple(self._leaves), *self._sides)
+        self._assigned: dict[object, Assigned | None] = shared.setdefault(alike, {})
         self.ways: dict[object, Any] = {}  # cache of the lowering: reshards of results to a sharding
         self.splits: dict[object, Any] = {}  # keyed by the axes that may split each factor
 
@@ -88,7 +95,7 @@ class Signature:
             if entries is None:
                 return None
             try:
-                placed.append(laid(side.tensor.shape, mesh, entries, waiting))
+                placed.append(laid(side.type.shape, mesh, entries, waiting))
             except LayoutError:  # mixed kinds of pending, or a size that does not divide
                 return None
         *operands, out = placed
@@ -103,11 +110,11 @@ class Signature:
 
 
 class _Side:
-    """An operand or result, with the factors of each of its dims by number."""
+    """The type of an operand or result, with the factors of each of its dims by number."""
 
-    def __init__(self, tensor: Tensor, names: Sequence[str | None], shares: Set[int] = frozenset()) -> None:
-        self.tensor, self._shares = tensor, shares
-        self._factors = [[n for n, name in enumerate(names) if name == dim] for dim in tensor.shape.names]
+    def __init__(self, type_: TensorType, names: Sequence[str | None], shares: Set[int]) -> None:
+        self.type, self._shares = type_, shares
+        self._factors = [[n for n, name in enumerate(names) if name == dim] for dim in type_.shape.names]
         # If every dim is one factor, the factor of each dim.
         alone = all(len(numbers) == 1 and shares.isdisjoint(numbers) for numbers in self._factors)
         self._only = [numbers[0] for numbers in self._factors] if alone else None
@@ -142,9 +149,9 @@ class _Side:
         else:
             along = tuple([prod([counts[n] for n in numbers]) for numbers in self._factors])
         if along not in self._blocks:
-            shape = self.tensor.shape
+            shape = self.type.shape
             divides = not any(size % n for size, n in zip(shape.sizes, along, strict=True))
-            self._blocks[along] = TensorType(block(shape, along), self.tensor.dtype) if divides else None
+            self._blocks[along] = TensorType(block(shape, along), self.type.dtype) if divides else None
         return self._blocks[along]
 
 
@@ -154,6 +161,7 @@ class Signatures:
 
     _of: dict[Operation, Signature] = field(default_factory=dict)
     _alike: dict[object, Signature] = field(default_factory=dict)
+    _shared: dict[object, Any] = field(default_factory=dict)  # see `Signature`
 
     def of(self, op: Operation) -> Signature:
         """The signature of an operation."""
@@ -163,13 +171,13 @@ class Signatures:
             key = (op.opdef, tuple(op.attrs.items()), len(op.inputs), *types)
             signature = self._alike.get(key)
             if signature is None:
-                signature = self._alike[key] = Signature(op)
+                signature = self._alike[key] = Signature(op, self._shared)
             self._of[op] = signature
         return signature
 
     def sibling(self) -> Signatures:
         """Signatures for another graph, sharing those of equal operations with this one."""
-        return Signatures(_alike=self._alike)
+        return Signatures(_alike=self._alike, _shared=self._shared)
 
     def forget_assignments(self) -> None:
         """Drop cached results of particular meshes."""
