@@ -65,13 +65,13 @@ def dominated(axes: Sequence[int], tables: Sequence[Floats]) -> NDArray[np.bool_
         for table in rows:
             more = table[some] - table[others]
             step = np.maximum.reduce(more, axis=1)
-            if np.isnan(step).any():
+            if np.logical_or.reduce(np.isnan(step)):
                 more[np.isnan(more)] = -inf  # both infeasible
                 step = np.maximum.reduce(more, axis=1)
             worst += step  # not a number where one table rules the other value out
     maybe[some, others] = worst <= 0
     ties = maybe & maybe.T
-    if ties.any():  # of equal values the first stays
+    if np.logical_or.reduce(ties, axis=None):  # of equal values the first stays
         maybe &= ~ties | (np.arange(size)[:, None] < np.arange(size))
     gone: NDArray[np.bool_] = np.logical_or.reduce(maybe, axis=0)
     return gone
@@ -80,7 +80,7 @@ def dominated(axes: Sequence[int], tables: Sequence[Floats]) -> NDArray[np.bool_
 @lru_cache(maxsize=1 << 12)
 def _samples(count: int) -> Ints:
     """A few evenly spaced columns of a table."""
-    return np.linspace(0, count - 1, SAMPLES).astype(np.intp)
+    return np.array([n * (count - 1) // (SAMPLES - 1) for n in range(SAMPLES)])
 
 
 def minimum(sizes: tuple[int, ...], axes: Sequence[tuple[int, ...]], tables: Sequence[Floats]) -> Floats:

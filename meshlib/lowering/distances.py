@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
-from math import gcd, prod
+from math import gcd, isnan, prod
 from typing import TypeAlias
 
 import numpy as np
@@ -38,16 +38,13 @@ def distances(placements: Sequence[Sharding], itemsize: float, balance: Balance)
 @lru_cache(maxsize=1 << 13)
 def _distances(placements: tuple[Sharding, ...], itemsize: float, prices: Prices, start: float) -> Floats:
     if itemsize % 1:  # a block takes whole bytes
-        pairs = np.array([[between(a, b, itemsize, prices) for b in placements] for a in placements], float)
-        sent, collectives = pairs.reshape(len(placements), len(placements), 2).transpose(2, 0, 1)
-        scale = 1.0
+        pairs = [[between(a, b, itemsize, prices) for b in placements] for a in placements]
+        costs: Floats = np.array([[sent + start * collectives for sent, collectives in row] for row in pairs], float)
     else:
         shape, mesh = placements[0].shape, placements[0].mesh
         # Factors of a size that axes cannot divide only scale all costs.
         sizes = tuple([gcd(n, mesh.size) for n in shape.sizes])
-        sent, collectives = _known(mesh, sizes, prices).between(placements)
-        scale = shape.size // prod(sizes) * itemsize
-    costs: Floats = sent * scale + start * collectives
+        costs = _known(mesh, sizes, prices).costs(placements, shape.size // prod(sizes) * itemsize, start)
     costs.setflags(write=False)
     return costs
 
@@ -61,18 +58,27 @@ class _Known:
         self.placements: dict[Placement, int] = {}
         self._numbers: dict[Sharding, int] = {}
         self._costs = np.zeros((2, 0, 0))  # bytes, collectives; NaN: not routed yet
+        self._scaled: dict[tuple[float, float], Floats] = {}  # by bytes per element and price of a collective
 
-    def between(self, placements: Sequence[Sharding]) -> tuple[Floats, Floats]:
-        """Bytes and collectives from each placement to each."""
+    def costs(self, placements: Sequence[Sharding], scale: float, start: float) -> Floats:
+        """Cost of a reshard from each placement to each, at `scale` bytes per element and `start` per collective."""
         new = [s for s in placements if s not in self._numbers]
         if new:
             self._enter(new)
+        scaled = self._scaled.get((scale, start))
+        if scaled is None:
+            scaled = self._scaled[scale, start] = self._costs[0] * scale + start * self._costs[1]
         at = np.array([self._numbers[s] for s in placements])
-        costs: Floats = self._costs[:, at[:, None], at]
-        for a, b in zip(*np.isnan(costs[0]).nonzero(), strict=True):
-            ends = [laid(self.shape, self.mesh, s.axes, s.pending) for s in (placements[a], placements[b])]
-            costs[:, a, b] = self._costs[:, at[a], at[b]] = between(*ends, 1, self.prices)
-        return costs[0], costs[1]
+        costs: Floats = scaled[at[:, None], at]
+        if isnan(np.add.reduce(costs, axis=None)):
+            for a, b in zip(*np.isnan(costs).nonzero(), strict=True):
+                pair = at[a], at[b]
+                if isnan(self._costs[0][pair]):
+                    ends = [laid(self.shape, self.mesh, s.axes, s.pending) for s in (placements[a], placements[b])]
+                    self._costs[:, pair[0], pair[1]] = between(ends[0], ends[1], 1, self.prices)
+                sent, collectives = self._costs[:, pair[0], pair[1]]
+                costs[a, b] = scaled[pair] = sent * scale + start * collectives
+        return costs
 
     def _enter(self, new: Sequence[Sharding]) -> None:
         count = len(self.placements)
@@ -89,6 +95,7 @@ class _Known:
             sources, targets = pairs.nonzero()
             costs[:, sources, targets] = _plain(self.mesh, self.shape, [*self.placements], sources, targets, self.prices)
             self._costs = costs
+            self._scaled.clear()
 
     def _usual(self) -> Iterator[Placement]:
         """On small meshes all placements with axes in mesh order, pending sums included: in one go that is cheaper."""
@@ -192,6 +199,14 @@ def _plain(
         plain &= collectives <= 1
         sent *= axes.price[gathered | left]
     sent[~plain] = np.nan
+    # Slices, then one all_to_all, send no more than the target's block lacks.
+    moved = gathered & sliced
+    onto = (gained[0] == moved[:, None]) & (sum(gained[1:], np.zeros_like(lost)) == 0) if gained else lost < 0
+    swapped = possible & (moved != 0) & (moved & (moved - 1) == 0) & (gathered == moved) & (left == 0)
+    swapped &= (stays | (lost == moved[:, None]) & ~np.any(gained, axis=0)).all(axis=1) & onto.any(axis=1)
+    rest = block * axes.devices[moved]
+    sent[swapped] = ((rest - block) * axes.price[moved])[swapped]
+    collectives[swapped] = 1
     sent[~possible] = np.inf
     collectives[~possible] = 0
     return np.array((sent, collectives))

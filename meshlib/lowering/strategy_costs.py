@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple, TypeAlias
 
@@ -143,14 +144,17 @@ class Pricing:
         if any(len(s.made) > 1 for s in strategies):
             return False
         op, price = self.signature.op, min([1.0, *[price for _, price in self.balance.axis_prices]])
-        least = _least_sent([s.choice.out for s in strategies], price * sum([y.dtype.itemsize for y in op.outputs]))
+        least = _least_sent(
+            tuple([s.choice.out for s in strategies]), price * sum([y.dtype.itemsize for y in op.outputs])
+        )
         for n, x in enumerate(op.inputs):
-            least += _least_sent([s.choice.operands[n] for s in strategies], price * x.dtype.itemsize).T
+            least = least + _least_sent(tuple([s.choice.operands[n] for s in strategies]), price * x.dtype.itemsize).T
         own = np.array([s.cost for s in strategies])
         return bool((own[:, None] + least > own + 1e-9).sum() == len(own) * (len(own) - 1))
 
 
-def _least_sent(placements: Sequence[Sharding], itemsize: float) -> Floats:
+@lru_cache(maxsize=1 << 12)
+def _least_sent(placements: tuple[Sharding, ...], itemsize: float) -> Floats:
     """Lower bound, to rounding, of the cost of a reshard from each placement (rows) to each (columns).
 
     Reduced values are received entirely, others as far as the new block is larger.
