@@ -9,8 +9,9 @@ minimum of a sum of small tables over discrete variables (a min-plus factor grap
                   price is internal communication, and work beyond that of the assigned sharding. Strategies no cheaper
                   than another one with reshards around it are dropped                        strategies, strategy_costs
     values        a value of the variable is a strategy. Cheap operations (without operands, or with smaller ones) may
-                  also run under two strategies, and again in a later region. Equal operations, of all layers, share
-                  their values, and by identity the tables derived from them                                      values
+                  also run under two strategies, and have a variable for each later region that may compute the result
+                  again. Equal operations, of all layers, share their values, and by identity the tables derived from
+                  them                                                                                            values
     copies        a tensor's tables: the cheapest tree of reshards from its producer to its users, pending sums
                   included. A copy that takes more memory than the assigned sharding serves one region. A tensor of
                   many users has a variable per region: the copies that its users share                copies, distances

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, permutations
-from math import inf
+from itertools import combinations, permutations, product
+from math import inf, prod
 from typing import TypeAlias
 
 import numpy as np
@@ -38,20 +38,20 @@ Axis: TypeAlias = tuple[int | None, Ints]  # (variable, class of each of its val
 
 @dataclass(eq=False)
 class Copies:
-    """The producer of a tensor and its users; `made` lists the placements produced in each of `regions`."""
+    """The producer of a tensor and its users; `made` has the placements produced in each of `regions`."""
 
     home: Sharding
     itemsize: float
     balance: Balance
     regather: bool
-    producer: int | None = None
+    producers: Sequence[int | None] = ()  # variable of each region that may compute the tensor
     regions: Sequence[str] = ()
-    made: ClassRows = field(default_factory=lambda: ClassRows((), np.zeros(1, np.intp)))
+    made: tuple[ClassRows, ...] = ()
     uses: list[tuple[int | None, str, ClassRows]] = field(default_factory=list)  # (variable, region, placements needed)
 
-    def set_made(self, variable: int | None, regions: Sequence[str], made: ClassRows) -> None:
-        """Set the placements that each value of the producer's variable produces."""
-        self.producer, self.regions, self.made = variable, regions, made
+    def set_made(self, variables: Sequence[int | None], regions: Sequence[str], made: tuple[ClassRows, ...]) -> None:
+        """Set the placements that each value of the producer's variables produces; later regions may have none."""
+        self.producers, self.regions, self.made = variables, regions, made
 
     def add_use(self, variable: int | None, region: str, needs: ClassRows) -> None:
         """Add the placements that each value of a user's variable needs, if any."""
@@ -60,30 +60,29 @@ class Copies:
 
     def placements(self) -> list[Sharding]:
         """All placements that are produced or used."""
-        produced = [s for spots in self.made.classes for _, s in spots]
-        return list(dict.fromkeys([*produced, *(s for _, _, rows in self.uses for row in rows.classes for s in row)]))
+        (first, *rest), later = self.made[0].classes, [row for rows in self.made[1:] for row in rows.classes]
+        needed = [row for _, _, rows in self.uses for row in rows.classes]
+        return list(dict.fromkeys([s for row in (first, *later, *rest, *needed) for s in row]))
 
     def enter(self, graph: FactorGraph, known: dict[object, FactorGraph]) -> None:
         """Add the tensor's tables to a factor graph; `known` caches those of alike tensors."""
         if not self.uses:
             return
         place: dict[int | None, int] = {}
-        for v in (self.producer, *[v for v, _, _ in self.uses]):
+        for v in (*self.producers, *[v for v, _, _ in self.uses]):
             if v is not None and v not in place:
                 place[v] = len(place)
         if not place:  # the cost of its copies does not depend on any choice
             return
         order: dict[str, int] = {}
-        for n in self.made.regions:
-            order.setdefault(self.regions[n], len(order))
+        numbers = tuple([order.setdefault(r, len(order)) for r, _ in zip(self.regions, self.made, strict=False)])
         uses = [(place.get(v), order.setdefault(r, len(order)), rows) for v, r, rows in self.uses]
-        numbers = tuple([order.get(r) for r in self.regions])
-        producer = place.get(self.producer)
-        key = (self.home, self.itemsize, self.regather, producer, self.made, numbers, *uses)
+        producers = tuple([place.get(v) for v in self.producers])
+        key = (self.home, self.itemsize, self.regather, producers, self.made, numbers, *uses)
         own = known.get(key)
         if own is None:
             own = known[key] = FactorGraph([0] * len(place))
-            _Tables(self, producer, numbers, uses).enter(own)
+            _Tables(self, list(zip(producers, numbers, self.made, strict=True)), uses).enter(own)
         variables = [v for v in place if v is not None]
         variables += [graph.add_variable(size) for size in own.sizes[len(place) :]]
         for scope, table in own.tables:
@@ -91,13 +90,18 @@ class Copies:
 
 
 @dataclass(eq=False)
-class CopyUse:
-    """One user of a tensor in one region: for each value of its variable, a class of placements that it needs."""
+class End:
+    """The producer of a tensor, or a user, in one region: for each value of its variable a class of placements."""
 
     variable: int | None
     region: int
     classes: list[tuple[int, ...]]
     of: Ints  # class of each value
+
+    @property
+    def axis(self) -> Axis:
+        """Its axis in a table."""
+        return self.variable, self.of
 
 
 class _Tables:
@@ -106,19 +110,15 @@ class _Tables:
     def __init__(
         self,
         copies: Copies,
-        producer: int | None,
-        regions: Sequence[int | None],
+        made: Sequence[tuple[int | None, int, ClassRows]],
         uses: Sequence[tuple[int | None, int, ClassRows]],
     ) -> None:
-        self.home, self.regather, self.producer = copies.home, copies.regather, producer
+        self.home, self.regather = copies.home, copies.regather
         self.placements = {s: n for n, s in enumerate(copies.placements())}
         number = self.placements.__getitem__
-        self.made: list[tuple[Spot, ...]] = [
-            tuple([(regions[r] or 0, number(s)) for r, s in spots]) for spots in copies.made.classes
-        ]
-        self.made_of = copies.made.of
+        self.made = [End(v, r, [tuple(map(number, row)) for row in rows.classes], rows.of) for v, r, rows in made]
         self.uses = [
-            CopyUse(v, r, [tuple(sorted(map(number, row))) for row in rows.classes], rows.of) for v, r, rows in uses
+            End(v, r, [tuple(sorted(map(number, row))) for row in rows.classes], rows.of) for v, r, rows in uses
         ]
         self.number(self.home)  # a copy there serves all regions
         large = [s for s in self.placements if self.regather and s.local_size > self.home.local_size]
@@ -135,15 +135,13 @@ class _Tables:
 
     def enter(self, graph: FactorGraph) -> None:
         """Add the tables to a factor graph."""
-        entries = len(self.made) * len(self.placements)
-        for u in self.uses:
-            entries *= len(u.classes)
+        entries = len(self.placements) * prod([len(end.classes) for end in (*self.made, *self.uses)])
         if len(self.uses) <= 3 and entries <= DIRECT_ENTRIES:
             self._enter_trees(graph)
         else:
             self._enter_hubs(graph)
 
-    def _reach(self, use: CopyUse) -> Floats:
+    def _reach(self, use: End) -> Floats:
         """Cost of each class of a use (columns) from each placement (rows)."""
         costs = self.between[:, [wanted[0] if wanted else 0 for wanted in use.classes]]
         for n, wanted in enumerate(use.classes):
@@ -154,12 +152,14 @@ class _Tables:
                 costs[:, n] = np.minimum.reduce(self._in_order(self.between, orders), axis=1)
         return costs
 
-    def _root(self, region: int, made: Sequence[tuple[Spot, ...]]) -> Floats:
-        """Cost of each placement (columns) in a region, from each class of produced placements (rows)."""
+    def _root(self, region: int, made: Sequence[End]) -> Floats:
+        """Cost of each placement (columns) in a region, from each combination of produced placements (rows)."""
         light = self.light.tolist()
-        costs = self._nearest([[s for r, s in spots if r == region or (r < region and light[s])] for spots in made])
-        if not all(light[s] for spots in made for r, s in spots if r < region):
-            earlier = [[s for r, s in spots if r < region] for spots in made]
+        rows = list(product(*[[[(end.region, s) for s in row] for row in end.classes] for end in made]))
+        spots = [[spot for part in parts for spot in part] for parts in rows]
+        costs = self._nearest([[s for r, s in row if r == region or (r < region and light[s])] for row in spots])
+        if not all(light[s] for row in spots for r, s in row if r < region):
+            earlier = [[s for r, s in row if r < region] for row in spots]
             lasting = np.where(self.light, self._nearest(earlier), inf)
             costs = np.minimum(costs, _min_plus(lasting, self.between))
         return costs
@@ -173,7 +173,9 @@ class _Tables:
         return costs if some.all() else np.where(some[:, None], costs, inf)
 
     def _enter_trees(self, graph: FactorGraph) -> None:
-        roots = {u.region: self._root(u.region, self.made) for u in self.uses}
+        last = max([u.region for u in self.uses])
+        made = [end for end in self.made if end.region <= last]
+        roots = {region: self._root(region, made) for region in dict.fromkeys([u.region for u in self.uses])}
         match self.uses:
             case [u]:
                 table = self._single_use(roots[u.region], 0)
@@ -181,7 +183,7 @@ class _Tables:
                 table = self._pair(roots, 0, 1)
             case _:
                 table = self._triple(roots)
-        self._expand(graph, table, [(self.producer, self.made_of), *((u.variable, u.of) for u in self.uses)])
+        self._expand(graph, table, _axes(made), _axes(self.uses))
 
     def _single_use(self, root: Floats, n: int) -> Floats:
         """Cost of each class of a use (columns) from each row of `root`; 0 for classes that need nothing."""
@@ -209,7 +211,7 @@ class _Tables:
         return _min_plus(self._from_lasting(self.uses[a].classes), self.reach[b])
 
     @staticmethod
-    def _first(*uses: CopyUse) -> int:
+    def _first(*uses: End) -> int:
         return min([u.region for u in uses])
 
     def _joint(self, a: int, b: int) -> Floats:
@@ -238,42 +240,41 @@ class _Tables:
     # ------------------------------------------------------------ hubs
 
     def _enter_hubs(self, graph: FactorGraph) -> None:
-        before: Axis = (self.producer, self.made_of)
         regions = sorted({u.region for u in self.uses})
-        root = self._root(regions[0], self.made)
-        numbers: dict[tuple[Spot, ...], int] = {}  # of placements recomputed after the first region
-        of = [numbers.setdefault(tuple([s for s in spots if s[0] > regions[0]]), len(numbers)) for spots in self.made]
-        again: Axis = (self.producer, np.array(of)[self.made_of])
+        early = [end for end in self.made if end.region <= regions[0]]
+        before, root = _axes(early), self._root(regions[0], early)
         for region in regions:
             mine = [n for n, u in enumerate(self.uses) if u.region == region]
             count = len(root)
-            if region > regions[0] and any(numbers):
-                root = np.concatenate([root, self._root(region, list(numbers))])
+            again = [end for end in self.made if regions[0] < end.region <= region]
+            if again:
+                root = np.concatenate([root, self._root(region, again)])
             if len(mine) == 1 and region == regions[-1]:
-                u = self.uses[mine[0]]
-                self._link(graph, self._single_use(root, mine[0]), count, before, again, (u.variable, u.of))
+                self._link(graph, self._single_use(root, mine[0]), count, before, _axes(again), self.uses[mine[0]].axis)
                 continue
             sets, link, serve = self._hub_sets(root, mine, region)
             own: Axis = (graph.add_variable(len(sets)), np.arange(len(sets)))
-            self._link(graph, link, count, before, again, own)
+            self._link(graph, link, count, before, _axes(again), own)
             for n, table in zip(mine, serve, strict=True):
-                self._expand(graph, table, [own, (self.uses[n].variable, self.uses[n].of)])
-            before, root = own, self._from_lasting(sets)
+                self._expand(graph, table, [own], [self.uses[n].axis])
+            before, root = [own], self._from_lasting(sets)
 
-    def _link(self, graph: FactorGraph, costs: Floats, count: int, before: Axis, again: Axis, end: Axis) -> None:
+    def _link(
+        self, graph: FactorGraph, costs: Floats, count: int, before: Sequence[Axis], again: Sequence[Axis], end: Axis
+    ) -> None:
         """Add the costs of copies that start from the previous region's (first `count` rows) or a recomputation."""
         if len(costs) == count:
-            self._expand(graph, costs, [before, end])
+            self._expand(graph, costs, before, [end])
             return
         source: Axis = (graph.add_variable(2), np.arange(2))
         first, second = costs[:count], costs[count:]
-        self._expand(graph, np.stack([first, np.zeros_like(first)], axis=1), [before, source, end])
-        self._expand(graph, np.stack([np.zeros_like(second), second], axis=1), [again, source, end])
+        self._expand(graph, np.stack([first, np.zeros_like(first)], axis=1), before, [source, end])
+        self._expand(graph, np.stack([np.zeros_like(second), second], axis=1), again, [source, end])
 
     def _hub_sets(self, root: Floats, mine: Sequence[int], region: int) -> tuple[list[Ints], Floats, list[Floats]]:
         """Candidate sets of copies shared in a region, their cost from each row of `root`, and the cost of each use."""
         wanted = {s for n in mine for c in self.uses[n].classes for s in c}
-        lasting = {s for spots in self.made for _, s in spots if self.light[s]}
+        lasting = {s for end in self.made for row in end.classes for s in row if self.light[s]}
         following = [u for u in self.uses if u.region > region]
         later = {s for u in following for c in u.classes for s in c if self.light[s]}
         some = {*wanted, *lasting, *later, *(self.slices if following else ()), self.number(self.home)}
@@ -328,8 +329,14 @@ class _Tables:
     # ------------------------------------------------------------ from classes to values
 
     @staticmethod
-    def _expand(graph: FactorGraph, table: Floats, axes: Sequence[Axis]) -> None:
-        """Expand a table over classes to the values of variables; several axes may belong to one variable."""
+    def _expand(graph: FactorGraph, table: Floats, first: Sequence[Axis], others: Sequence[Axis]) -> None:
+        """Expand a table over classes to the values of variables; several axes may belong to one variable.
+
+        The first axis of the table has the combinations of the classes of `first`.
+        """
+        axes = (*first, *others)
+        if len(first) > 1:
+            table = table.reshape(*[1 + int(of.max()) for _, of in first], *table.shape[1:])
         variables = list(dict.fromkeys(v for v, _ in axes if v is not None))
         index = []
         for v, of in axes:
@@ -338,6 +345,10 @@ class _Tables:
                 shape[variables.index(v)] = len(of)
             index.append(of.reshape(shape))
         graph.add(variables, table[tuple(index)])
+
+
+def _axes(ends: Sequence[End]) -> Sequence[Axis]:
+    return [end.axis for end in ends]
 
 
 def _padded(rows: Sequence[Sequence[int]] | Sequence[Ints] | Ints) -> tuple[Ints, NDArray[np.bool_]]:

@@ -6,7 +6,7 @@ computed for all pairs of placements at once. Others, where an axis moves to ano
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from math import gcd, isnan, prod
@@ -27,7 +27,9 @@ MOST_AXES = 8  # larger meshes: sets of axes are not tabulated
 KINDS = {"sum": 0, "max": 1, "min": 2}
 
 Masks: TypeAlias = Ints  # sets of mesh axes, one bit per axis
-Placement: TypeAlias = tuple[tuple[Axes, ...], Pending]  # of a sharding: the axes that split each dim, pending reductions
+Placement: TypeAlias = tuple[
+    tuple[Axes, ...], Pending
+]  # of a sharding: the axes that split each dim, pending reductions
 
 
 def distances(placements: Sequence[Sharding], itemsize: float, balance: Balance) -> Floats:
@@ -93,7 +95,9 @@ class _Known:
             pairs = np.ones((total, total), bool)
             pairs[:count, :count] = False
             sources, targets = pairs.nonzero()
-            costs[:, sources, targets] = _plain(self.mesh, self.shape, [*self.placements], sources, targets, self.prices)
+            costs[:, sources, targets] = _plain(
+                self.mesh, self.shape, [*self.placements], sources, targets, self.prices
+            )
             self._costs = costs
             self._scaled.clear()
 
@@ -127,7 +131,7 @@ class _Axes:
         self.entries: dict[Axes, int] = {}
         self.changes: Masks = np.zeros((1, 0, 0), np.intp)
 
-    def mask(self, axes: Axes) -> int:
+    def mask(self, axes: Iterable[str]) -> int:
         """Bit mask of a set of axes."""
         return sum([self.bits[a] for a in axes])
 
@@ -145,7 +149,10 @@ class _Axes:
                         same = 0
                         while same < min(len(a), len(b)) and a[same] == b[same]:
                             same += 1
-                        self.changes[: 1 + len(b) - same, m, n] = [self.mask(a[same:]), *map(self.bits.get, b[same:])]
+                        self.changes[: 1 + len(b) - same, m, n] = [
+                            self.mask(a[same:]),
+                            *[self.bits[axis] for axis in b[same:]],
+                        ]
         return numbers.reshape(len(rows), -1)
 
 

@@ -39,7 +39,8 @@ class Problem:
     near: Mapping[Operation, Near] = field(default_factory=dict)
     factors: FactorGraph = field(default_factory=FactorGraph)
     copies: dict[Tensor, Copies] = field(default_factory=dict)
-    variables: dict[Operation, int] = field(default_factory=dict)
+    # For each operation, its variable in each region; None if that has one value.
+    variables: dict[Operation, tuple[int | None, ...]] = field(default_factory=dict)
     values: dict[Operation, Values] = field(default_factory=dict)
     free: dict[Tensor, Free] = field(default_factory=dict)
     at_home: dict[Operation, Choice] = field(default_factory=dict)
@@ -154,17 +155,19 @@ class Problem:
         inputs, regions = self.graph.inputs[op], self.regions[op]
         values = self.values[op] = self._values(op)
         self.space.made(op, values.key.strategies.sums)
-        variable: int | None = None
-        if len(values.runs) > 1:
-            variable = self.variables[op] = self.factors.add_variable(len(values.runs))
-            self.factors.add((variable,), values.costs)
+        variables = self.variables[op] = tuple(
+            [self.factors.add_variable(len(part)) if len(part) > 1 else None for part in values.parts]
+        )
+        for variable, costs in zip(variables, values.costs, strict=True):
+            if variable is not None:
+                self.factors.add((variable,), costs)
         for x in dict.fromkeys(inputs):
             if x.operation not in self.at_home:
                 operands = tuple([n for n, t in enumerate(inputs) if t is x])
-                for r in values.regions:
+                for r, variable in enumerate(variables):
                     self._copies(x).add_use(variable, regions[r], values.needs(operands, r))
         for n, y in enumerate(op.outputs):
-            self._copies(y).set_made(variable, regions, values.makes(n))
+            self._copies(y).set_made(variables, regions, values.makes(n))
 
     def _values(self, op: Operation) -> Values:
         """The values of an operation's variable, shared by all alike operations."""
@@ -204,10 +207,8 @@ class Problem:
 
     def _exists(self, op: Operation, t: Tensor, *shardings: Sharding) -> None:
         """Record that an operation's result exists under some shardings, whatever is chosen."""
-        spots = tuple([(0, s) for s in shardings])
-        if op.opdef.home is Home.GIVEN:
-            spots = spots[-1:]
-        self._copies(t).set_made(None, (op.region,), self.prices.interned.makes([spots]))
+        at = shardings[-1:] if op.opdef.home is Home.GIVEN else shardings
+        self._copies(t).set_made((None,), (op.region,), (self.prices.interned.makes([at]),))
 
     def _settled(self, t: Tensor, s: Sharding) -> tuple[float, tuple[Sharding, ...]]:
         """Cost of resharding a result to its binding, and the placements under which it then exists."""
@@ -237,8 +238,8 @@ class Problem:
         """The choice of each operation."""
         chosen = dict(self.at_home)
         for op, values in self.values.items():
-            value = solution.values[self.variables[op]] if op in self.variables else 0
-            chosen[op] = values.runs[value][0].strategy.choice
+            variable = self.variables[op][0]
+            chosen[op] = values.parts[0][0 if variable is None else solution.values[variable]][0].choice
         return chosen
 
 

@@ -81,8 +81,11 @@ class _Expanded:
     def _owners(self) -> list[Owner]:
         """Identity and layer of each variable of the short graph: operations, and copies of tensors."""
         owners: list[Owner] = [(v, None) for v in range(len(self.problem.factors.sizes))]
-        for op, v in self.problem.variables.items():
-            owners[v] = self._label(op)
+        for op, own in self.problem.variables.items():
+            what, place = self._label(op)
+            for region, v in enumerate(own):
+                if v is not None:
+                    owners[v] = (what, region), place
         for t, variables, _ in self.problem.entered:
             what, place = self._label(t)
             for n, v in enumerate(variables):

@@ -159,7 +159,7 @@ def _least_sent(placements: tuple[Sharding, ...], itemsize: float) -> Floats:
 
     Reduced values are received entirely, others as far as the new block is larger.
     """
-    numbers: dict[object, int] = {}
+    numbers: dict[Sharding, int] = {}
     kind = np.array([numbers.setdefault(s, len(numbers)) for s in placements])
     if len(numbers) == 1:
         return np.zeros((len(kind), len(kind)))
@@ -169,5 +169,6 @@ def _least_sent(placements: tuple[Sharding, ...], itemsize: float) -> Floats:
     more = np.where(pending[:, None] & ~pending, size, np.maximum(size - size[:, None], 0))
     moved = (size[:, None] == size) & (pending[:, None] == pending)
     moved.flat[:: len(size) + 1] = False
-    costs: Floats = more * (itemsize * (1 - 1e-12)) + COLLECTIVE * moved
-    return costs[kind[:, None], kind]
+    costs = more * (itemsize * (1 - 1e-12)) + COLLECTIVE * moved
+    pairs: Floats = costs[kind[:, None], kind]
+    return pairs

@@ -1,11 +1,13 @@
-"""Values of operations' variables, with the placements that each needs and produces, shared by alike operations."""
+"""Values of operations' variables, with the placements that each needs and produces, shared by alike operations.
+
+An operation has a variable per region in which it may run: its own, and later ones that may compute its result again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import combinations, product
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,17 +25,7 @@ from meshlib.lowering.strategy_costs import Strategy, StrategySet
 from meshlib.program.factor_shardings import beside
 from meshlib.program.signature import Signature
 
-MOST_VALUES = 1500
-
-
-class PlacedStrategy(NamedTuple):
-    """A strategy in a region: 0 is the operation's own, others are later ones that use its result.
-
-    A value of an operation's variable is one or several runs, the one in its own region first.
-    """
-
-    region: int
-    strategy: Strategy
+MOST_VALUES = 1500  # combinations of the values of an operation's variables
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,13 +35,8 @@ class ClassRows:
     Equal rows at one balance are one object: see `SharedValues`.
     """
 
-    classes: Sequence[tuple[Any, ...]]
+    classes: Sequence[tuple[Sharding, ...]]
     of: Ints  # class of each value
-
-    @cached_property
-    def regions(self) -> tuple[int, ...]:
-        """The regions in which some value produces the tensor, in order."""
-        return tuple(dict.fromkeys([region for spots in self.classes for region, _ in spots]))
 
 
 @dataclass(eq=False)
@@ -65,11 +52,11 @@ class SharedValues:
         first: dict[object, tuple[Sharding, ...]] = {}  # representative of rows that differ in order alone
         return self._one([first.setdefault(frozenset(r), tuple(dict.fromkeys(r))) if len(r) > 1 else r for r in rows])
 
-    def makes(self, rows: Iterable[tuple[tuple[int, Sharding], ...]]) -> ClassRows:
-        """Rows of the placements that each value produces, with region numbers."""
+    def makes(self, rows: Iterable[tuple[Sharding, ...]]) -> ClassRows:
+        """Rows of the placements that each value produces."""
         return self._one([tuple(dict.fromkeys(row)) if len(row) > 1 else row for row in rows])
 
-    def _one(self, rows: Iterable[tuple[Any, ...]]) -> ClassRows:
+    def _one(self, rows: Iterable[tuple[Sharding, ...]]) -> ClassRows:
         key = tuple(rows)
         known = self._rows.get(key)
         if known is None:
@@ -148,7 +135,11 @@ class ValuesKey(NamedTuple):
 
 
 class Values:
-    """The values of the variable of alike operations (`op` is one): costs, and placements needed and produced."""
+    """The values of the variables of alike operations (`op` is one): costs, and placements needed and produced.
+
+    parts  for each region the values of its variable: one or two strategies; in later regions possibly none
+    costs  their costs
+    """
 
     def __init__(
         self, op: Operation, signature: Signature, key: ValuesKey, interned: SharedValues, balance: Balance
@@ -156,35 +147,32 @@ class Values:
         self.op, self.signature, self.key = op, signature, key
         self._interned, self._balance = interned, balance
         self._needs: dict[tuple[Sequence[int], int], ClassRows] = {}
-        self._makes: dict[int, ClassRows] = {}
+        self._makes: dict[int, tuple[ClassRows, ...]] = {}
         strategies = key.strategies.all
-        self.runs = self._runs(strategies)
-        self.regions = sorted({r.region for runs in self.runs for r in runs})
+        self.parts = self._parts(strategies)
+        own, *later = self.parts
         price = {id(s): s.cost + self._price(s.choice) for s in strategies}
-        again = {id(s): self._price_again(s.choice) for s in strategies} if len(self.runs) > len(strategies) else {}
-        own = [price[id(runs[0].strategy)] + sum([again[id(r.strategy)] for r in runs[1:]]) for runs in self.runs]
-        self.costs: Floats = np.array(own)
+        again = {id(s): self._price_again(s.choice) for s in strategies} if later or len(own) > len(strategies) else {}
+        self.costs: list[Floats] = [
+            np.array([price[id(first)] + sum([again[id(s)] for s in others]) for first, *others in own])
+        ]
+        self.costs += [np.array([sum([again[id(s)] for s in some], 0.0) for some in part]) for part in later]
 
     def needs(self, operands: tuple[int, ...], region: int) -> ClassRows:
-        """For each value, the placements of a tensor needed in a region; the tensor is these operands."""
+        """For each value of a region, the placements of a tensor that it needs; the tensor is these operands."""
         key = (operands, region)
         if key not in self._needs:
-            rows = [
-                tuple([r.strategy.choice.operands[n] for r in runs if r.region == region for n in operands])
-                for runs in self.runs
-            ]
+            rows = [tuple([s.choice.operands[n] for s in some for n in operands]) for some in self.parts[region]]
             self._needs[key] = self._interned.needs(rows)
         return self._needs[key]
 
-    def makes(self, n: int) -> ClassRows:
-        """For each value, the placements of a result, with their regions."""
+    def makes(self, n: int) -> tuple[ClassRows, ...]:
+        """For each region, the placements of a result that its values produce."""
         if n not in self._makes:
             # a constrained value exists under its constraint alone
             first = -1 if self.op.opdef.home is Home.GIVEN else 0
-            rows = [
-                tuple([(r.region, at) for r in runs for at in self._made(n, r.strategy)][first:]) for runs in self.runs
-            ]
-            self._makes[n] = self._interned.makes(rows)
+            rows = [[tuple([at for s in some for at in self._made(n, s)][first:]) for some in p] for p in self.parts]
+            self._makes[n] = tuple(map(self._interned.makes, rows))
         return self._makes[n]
 
     def _made(self, n: int, s: Strategy) -> tuple[Sharding, ...]:
@@ -193,31 +181,26 @@ class Values:
     def _settled(self, n: int, s: Sharding) -> tuple[float, tuple[Sharding, ...]]:
         return settled(s, *self.key.others[n - 1], self.op.outputs[n].dtype.itemsize, self._balance)
 
-    def _runs(self, strategies: Sequence[Strategy]) -> list[tuple[PlacedStrategy, ...]]:
-        """Runs of the operation: one strategy; if recomputable also two, and one more in later regions that use it."""
-        values: list[tuple[PlacedStrategy, ...]] = [(PlacedStrategy(0, s),) for s in strategies]
+    def _parts(self, strategies: Sequence[Strategy]) -> list[Sequence[tuple[Strategy, ...]]]:
+        """The values: one strategy; if recomputable also two, and one or none in later regions that use the result."""
+        own: list[tuple[Strategy, ...]] = [(s,) for s in strategies]
         later = self.key.later
         if later is None:
-            return values
+            return [own]
         plain = [s for s in strategies if not s.choice.out.pending and not any(s.choice.passed)]
         if self.key.often and plain:
             outs = list(dict.fromkeys(s.choice.out for s in plain))
             free = distances(outs, self.op.output.dtype.itemsize, Balance()) == 0
             neither = ~(free | free.T)
             place = {s: n for n, s in enumerate(outs)}
-            both = [
-                (PlacedStrategy(0, a), PlacedStrategy(0, b))
-                for a, b in combinations(plain, 2)
-                if neither[place[a.choice.out], place[b.choice.out]]
-            ]
-            if (len(values) + len(both)) * (len(plain) + 1 if later else 1) <= MOST_VALUES:
-                values += both
-        for region in range(1, later + 1):
-            if len(values) * (len(plain) + 1) > MOST_VALUES:
-                break
-            again: list[tuple[PlacedStrategy, ...]] = [(PlacedStrategy(region, s),) for s in plain]
-            values = [(*a, *b) for a, b in product(values, [(), *again])]
-        return values
+            both = [(a, b) for a, b in combinations(plain, 2) if neither[place[a.choice.out], place[b.choice.out]]]
+            if (len(own) + len(both)) * (len(plain) + 1 if later else 1) <= MOST_VALUES:
+                own += both
+        again: Sequence[tuple[Strategy, ...]] = [(), *[(s,) for s in plain]]
+        regions, count = 0, len(own)
+        while plain and regions < later and count * len(again) <= MOST_VALUES:
+            regions, count = regions + 1, count * len(again)
+        return [own, *[again] * regions]
 
     def _price(self, choice: Choice) -> float:
         """Price of operands computed from nothing, and of resharding further results to their bindings."""
