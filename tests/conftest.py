@@ -34,7 +34,7 @@ import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 import meshlib.ops.catalogue  # noqa: E402, F401 (tables of tests have a row for every operation)
-from meshlib.core import arrays  # noqa: E402
+from meshlib.core import arrays, garbage  # noqa: E402
 from tests.effort import DEEP_EXAMPLES, parametrize_rows  # noqa: E402
 
 settings.register_profile(
@@ -70,22 +70,20 @@ def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collecto
 
 
 def pytest_collection_finish() -> None:
-    """Garbage is looked for among what is new, and rarely."""
+    """Garbage is looked for among new objects, and between tests: a program that a test uses has a million of them."""
     gc.freeze()
-    gc.set_threshold(20_000, 20, 10)
+    gc.set_threshold(2_000_000, 10, 10)
+    garbage.FEW_OBJECTS = 2_000_000
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """What files leave behind, such as programs that their tests share, stays until the end, once there is much."""
+    """Collects once there are many new objects; those that outlive their file are not looked at again."""
     yield
-    if nextitem is not None and nextitem.path != item.path and gc.get_count()[2] >= 5:
-        _keep()
-
-
-def _keep() -> None:
-    gc.collect()
-    gc.freeze()
+    if nextitem is not None and gc.get_count()[0] > 200_000:
+        gc.collect()
+        if nextitem.path != item.path:
+            gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

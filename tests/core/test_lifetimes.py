@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
+from meshlib.core import garbage
 from meshlib.core.garbage import uncollected
 from tests.effort import deep
 from tests.paths import ROOT
@@ -209,11 +210,14 @@ def test_large_constants_go_with_their_graphs() -> None:
 
 
 @pytest.fixture
-def thawed() -> Iterator[None]:
-    """Nothing is frozen, as in a process of a user's; the tests freeze what they have imported."""
-    frozen = gc.get_freeze_count()
+def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The collector as in a process of a user's: the tests freeze what they have imported, and collect rarely."""
+    frozen, thresholds = gc.get_freeze_count(), gc.get_threshold()
     gc.unfreeze()
+    gc.set_threshold(700, 10, 10)
+    monkeypatch.setattr(garbage, "FEW_OBJECTS", 10_000)
     yield
+    gc.set_threshold(*thresholds)
     if frozen:
         gc.collect()
         gc.freeze()
