@@ -23,7 +23,7 @@ os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
 import gc  # noqa: E402
 
-gc.set_threshold(200_000, 10, 10)  # what collection makes stays, and syntax trees of asserts are many
+gc.set_threshold(0)  # what importing tests makes stays
 
 import sys  # noqa: E402
 from collections.abc import Generator, Iterator  # noqa: E402
@@ -70,20 +70,32 @@ def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collecto
 
 
 def pytest_collection_finish() -> None:
-    """Garbage is looked for among new objects, and between tests: a program that a test uses has a million of them."""
+    """No garbage is collected while there is memory: a collection takes longer than what it frees took to make."""
     gc.freeze()
-    gc.set_threshold(2_000_000, 10, 10)
-    garbage.FEW_OBJECTS = 2_000_000
+    gc.set_threshold(0)
+    garbage.FEW_OBJECTS = garbage.LEAST_BYTES = sys.maxsize
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Collects once there are many new objects; those that outlive their file are not looked at again."""
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Once a process takes more than a tenth of the memory of the machine, young objects are collected."""
     yield
-    if nextitem is not None and gc.get_count()[0] > 200_000:
-        gc.collect()
-        if nextitem.path != item.path:
-            gc.freeze()
+    if gc.get_threshold()[0] == 0 and _resident_share() > 0.1:
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 10)
+
+
+def _resident_share() -> float:
+    """The memory that this process takes, as a share of that of the machine; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) / os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return 0.0
+
+
+def pytest_unconfigure() -> None:
+    """A process that ends collects nothing."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

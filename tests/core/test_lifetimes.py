@@ -6,7 +6,6 @@ import gc
 import importlib.util
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +16,6 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
-from meshlib.core import garbage
-from meshlib.core.garbage import uncollected
 from tests.effort import deep
 from tests.paths import ROOT
 
@@ -175,6 +172,12 @@ print(
 """
 
 
+def test_the_collector_of_a_process_of_a_users() -> None:
+    command = [sys.executable, "-m", "tests.core.collector"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
 def test_long_lives_do_not_grow() -> None:
     """1,000 lowerings, 200 searches and 6,000 steps of one process grow by less than 5 MB each."""
@@ -187,99 +190,3 @@ def test_long_lives_do_not_grow() -> None:
     grown = [float(word) for word in made.stdout.split()]
     limits = (5.0, 5.0, 5.0) if deep() else (1.6, 2.5, 0.5)  # a graph that stays would be 0.07 MB a lowering
     assert all(g < most for g, most in zip(grown, limits, strict=True)), grown
-
-
-@pytest.mark.usefixtures("thawed")
-def test_large_constants_go_with_their_graphs() -> None:
-    """Without a collection that anybody asks for, however many other objects are alive: bytes count by themselves."""
-    others = [[n] for n in range(400_000)]
-    uncollected(planned)(100_000 + len(gc.get_objects()) // 2)  # enough for a collection, which counts the others
-    count = D("n", 2**20)
-    refs = []
-    for n in range(24):
-        with mtf.Graph() as graph:
-            table = mtf.constant(np.full(count.size, n, np.float32), [count])
-            mtf.lower([table * 2])
-        refs.append(weakref.ref(graph))
-        del graph, table
-    assert sum(ref() is not None for ref in refs) <= 16
-    assert len(others) == 400_000
-
-
-# ---------------------------------------------------------------- the collector
-
-
-@pytest.fixture
-def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The collector as in a process of a user's: the tests freeze what they have imported, and collect rarely."""
-    frozen, thresholds = gc.get_freeze_count(), gc.get_threshold()
-    gc.unfreeze()
-    gc.set_threshold(700, 10, 10)
-    monkeypatch.setattr(garbage, "FEW_OBJECTS", 10_000)
-    yield
-    gc.set_threshold(*thresholds)
-    if frozen:
-        gc.collect()
-        gc.freeze()
-
-
-def planned(count: int) -> list[list[int]]:
-    return [[n] for n in range(count)]
-
-
-@pytest.mark.usefixtures("thawed")
-def test_nobody_pays_for_a_plan_at_the_next_allocation() -> None:
-    """What a plan has made is not looked at by the first collections after it."""
-    gc.collect()
-    looked: list[tuple[int, float]] = []
-
-    def note(phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            looked.append((info["generation"], time.process_time()))
-        else:
-            looked[-1] = looked[-1][0], time.process_time() - looked[-1][1]
-
-    plan = uncollected(planned)(300_000)
-    others, gc.callbacks[:] = gc.callbacks[:], [note]  # JAX has one, which takes longer
-    try:
-        made = [[n] for n in range(50_000)]
-    finally:
-        gc.callbacks[:] = others
-    assert len(plan) == 300_000
-    assert len(made) == 50_000
-    assert looked
-    assert all(generation < 2 for generation, _ in looked)
-    assert max(seconds for _, seconds in looked) < 0.01  # 300,000 lists take more
-
-
-@pytest.mark.usefixtures("thawed")
-def test_garbage_of_plans_is_collected_without_being_asked() -> None:
-    class Knot:
-        """An object that only the collector frees."""
-
-        def __init__(self) -> None:
-            self.own, self.more = self, planned(1000)
-
-    count = 400 + len(gc.get_objects()) // 1000  # a collection is due when half as many as are alive have joined
-    refs = []
-    for _ in range(count):
-        refs.append(weakref.ref(uncollected(Knot)()))
-    assert sum(ref() is not None for ref in refs) < 0.7 * count
-
-
-@pytest.mark.usefixtures("thawed")
-def test_what_the_user_froze_stays_frozen() -> None:
-    gc.freeze()
-    frozen = gc.get_freeze_count()
-    uncollected(planned)(100_000)
-    assert gc.get_freeze_count() > 0.9 * frozen
-    assert gc.isenabled()
-
-
-def test_a_user_who_paused_the_collector_finds_it_paused() -> None:
-    gc.disable()
-    try:
-        uncollected(planned)(10)
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
