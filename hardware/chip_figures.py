@@ -130,10 +130,7 @@ FIGURES: dict[str, Figures] = {
         "mxus_per_core": (1, _TALK),
         "mxu_rows": (128, "TPU talks; " + _INFO),
         "mxu_columns": (128, "TPU talks; " + _INFO),
-        "peak_bf16_flops": (
-            45.9e12,
-            "geometry x clock; 45: ImageNet is the new MNIST talk, 2018; 46: " + _INFO,
-        ),
+        "peak_bf16_flops": (45.9e12, "geometry x clock; 45: ImageNet is the new MNIST talk, 2018; 46: " + _INFO),
         "vpu_alus_per_lane": (2, _BOOK + " (v4); assumed for v2"),
         "vector_loop_cycles": (4.0, _LOOP),
         "vmem_bytes_per_core": (16 * MIB, _INFO),
@@ -286,10 +283,7 @@ FIGURES: dict[str, Figures] = {
         "year": (2024, _DOCS + "v6e"),
         "cores_per_chip": (1, _DOCS + "v6e"),
         "devices_per_chip": (1, _DOCS + "v6e"),
-        "clock_hz": (
-            1750e6,
-            "not published; derived: two 256x256 arrays reach 459e12, half of the published peak",
-        ),
+        "clock_hz": (1750e6, "not published; derived: two 256x256 arrays reach 459e12, half of the published peak"),
         "sparse_cores_per_chip": (2, _DOCS + "tpu7x, column v6e"),
         "mxus_per_core": (2, _DOCS + "v6e"),
         "mxu_rows": (256, _DOCS + "v6e"),

@@ -105,11 +105,7 @@ def all_gather_seconds(
 
 
 def reduce_scatter_seconds(
-    input_bytes: float,
-    axes: Sequence[Axis],
-    links: Links,
-    algorithm: Algorithm = "shortest",
-    parts: int | None = None,
+    input_bytes: float, axes: Sequence[Axis], links: Links, algorithm: Algorithm = "shortest", parts: int | None = None
 ) -> float:
     """Seconds of a reduce_scatter: sum the operands of all nodes, one block on each. It is an all_gather run backwards.
 

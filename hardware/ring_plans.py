@@ -297,13 +297,7 @@ class _Builder(Group):
         return after
 
     def _ring_stage(
-        self,
-        part: int,
-        axis: int,
-        free: set[int],
-        after: Arrivals,
-        stage: int,
-        combine: Combine | None,
+        self, part: int, axis: int, free: set[int], after: Arrivals, stage: int, combine: Combine | None
     ) -> Arrivals:
         """Write one stage along one axis, hop by hop. Regions span `free` axes, and one position of each other axis."""
         ring = self.ring(axis, free)

@@ -34,10 +34,7 @@ def model_parallel(dims: Iterable[str] = ("hidden",), axis: str = "model") -> La
 
 
 def two_dimensional(
-    batch: str = "batch",
-    dims: Iterable[str] = ("hidden",),
-    data_axis: str = "data",
-    model_axis: str = "model",
+    batch: str = "batch", dims: Iterable[str] = ("hidden",), data_axis: str = "data", model_axis: str = "model"
 ) -> LayoutRules:
     """Data parallelism over one axis, model parallelism over the other.
 

@@ -122,9 +122,7 @@ def from_haliax(mapping: Mapping[str, Entry], params: Mapping[str, Entry] | None
 
 
 def from_partition_specs(
-    specs: Mapping[str | NamesOfDims, Spec],
-    dims: Mapping[str, NamesOfDims] | None = None,
-    scope: str | None = None,
+    specs: Mapping[str | NamesOfDims, Spec], dims: Mapping[str, NamesOfDims] | None = None, scope: str | None = None
 ) -> LayoutRules:
     """The rules of PartitionSpec-shaped tuples: each dim must have the same axes in every tensor.
 

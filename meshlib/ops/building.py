@@ -36,11 +36,7 @@ def build_all(
 
 
 def build_source(
-    graph: Graph,
-    kind: OpDef,
-    attrs: Mapping[str, Any],
-    name: str | None = None,
-    exact_name: str | None = None,
+    graph: Graph, kind: OpDef, attrs: Mapping[str, Any], name: str | None = None, exact_name: str | None = None
 ) -> Operation:
     """Add an operation without operands to `graph`."""
     output_types = kind.shape((), attrs)

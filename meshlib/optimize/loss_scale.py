@@ -49,11 +49,7 @@ class DynamicLossScale:
     """
 
     def __init__(
-        self,
-        initial: float = 2.0**15,
-        growth_steps: int = 2000,
-        factor: float = 2.0,
-        maximum: float = 2.0**127,
+        self, initial: float = 2.0**15, growth_steps: int = 2000, factor: float = 2.0, maximum: float = 2.0**127
     ) -> None:
         what = "DynamicLossScale"
         self.initial, self.maximum = number(initial, what, "initial"), number(maximum, what, "maximum")

@@ -103,10 +103,7 @@ class _Step:
     """One call: state collected while the loop body is traced, and its results outside the loop."""
 
     def __init__(
-        self,
-        model_fn: Callable[[Tensors], Mapping[str, Tensor]],
-        dims: tuple[Dimension, Dimension],
-        reduction: str,
+        self, model_fn: Callable[[Tensors], Mapping[str, Tensor]], dims: tuple[Dimension, Dimension], reduction: str
     ) -> None:
         what = "serialize_training_step"
         if not callable(model_fn):

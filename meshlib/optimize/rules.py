@@ -137,11 +137,7 @@ class AdamOptimizer(Optimizer):
         lr = super().scalars(done, dtype)["lr"]
         t = cast(done, dtype) + 1
         root_of_v = sqrt(1 - pow(self.beta_2, t))
-        return {
-            "lr": lr,
-            "scale": root_of_v / (1 - pow(self.beta_1, t)) * lr,
-            "epsilon": root_of_v * self.epsilon,
-        }
+        return {"lr": lr, "scale": root_of_v / (1 - pow(self.beta_1, t)) * lr, "epsilon": root_of_v * self.epsilon}
 
     def rule(self, u: Update) -> Tensor:
         """Update the running means; returns the new value."""

@@ -237,12 +237,7 @@ def _check_computation(instruction: Compute, signature: Signature) -> None:
     passed = tuple(x.sharding.pending_axes for x in instruction.inputs)
     _check_pending(instruction, linear)
     wanted, result = derive(
-        factors,
-        axes,
-        [x.tensor.shape for x in instruction.inputs],
-        op.output.shape,
-        out.sharding.mesh,
-        passed,
+        factors, axes, [x.tensor.shape for x in instruction.inputs], op.output.shape, out.sharding.mesh, passed
     )
     for x, s in zip(instruction.inputs, wanted, strict=True):
         if x.sharding != s:

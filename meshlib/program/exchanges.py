@@ -79,11 +79,7 @@ def summary_factor(factors: Sequence[Factor], axes: Mapping[str, Axes]) -> Facto
 
 
 def plan_exchanges(
-    op: Operation,
-    factors: Sequence[Factor],
-    axes: Mapping[str, Axes],
-    operands: Sequence[Sharding],
-    out: Sharding,
+    op: Operation, factors: Sequence[Factor], axes: Mapping[str, Axes], operands: Sequence[Sharding], out: Sharding
 ) -> tuple[Exchange, ...]:
     """The exchanges of an operation under an assignment of axes, besides reshards of its operands."""
     if (factor := summary_factor(factors, axes)) is not None:

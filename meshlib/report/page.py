@@ -27,11 +27,7 @@ from meshlib.report.verdict import about, verdict
 
 
 def page(
-    est: Estimate,
-    title: str = "",
-    options: Sequence[Alternative] = (),
-    certificate: str = "",
-    compiled: object = None,
+    est: Estimate, title: str = "", options: Sequence[Alternative] = (), certificate: str = "", compiled: object = None
 ) -> str:
     """The page as text.
 

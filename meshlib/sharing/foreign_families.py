@@ -189,11 +189,7 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
 
 
 def _llama4(fields: Fields) -> dict[str, Any]:
-    routing = {
-        "scores": "sigmoid",
-        "renormalise": False,
-        "loss_coef": fields.get("router_aux_loss_coef") or 0.0,
-    }
+    routing = {"scores": "sigmoid", "renormalise": False, "loss_coef": fields.get("router_aux_loss_coef") or 0.0}
     step = fields.get("interleave_moe_layer_step") or 1
     return {
         "d_ff": fields.get("intermediate_size_mlp") or fields["intermediate_size"],

@@ -40,11 +40,7 @@ Watch = Callable[[Instruction, Value, Blocks], None]
 
 @np.errstate(all="ignore")  # overflow and NaN are ordinary values here; the NaN report looks for them
 def run_exact(
-    program: Program,
-    state: Mapping[str, Array],
-    feeds: Mapping[str, Array],
-    engine: Engine,
-    watch: Watch | None = None,
+    program: Program, state: Mapping[str, Array], feeds: Mapping[str, Array], engine: Engine, watch: Watch | None = None
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Run one step; returns global outputs, and global new values of the updated variables.
 

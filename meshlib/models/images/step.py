@@ -33,10 +33,7 @@ def classifier(config: ImageConfig, images: Tensor, is_training: bool) -> tuple[
 
 @uncollected
 def image_step(
-    config: ImageConfig,
-    batch: int | Sequence[Dimension],
-    optimizer: Optimizer,
-    max_norm: float | None = None,
+    config: ImageConfig, batch: int | Sequence[Dimension], optimizer: Optimizer, max_norm: float | None = None
 ) -> tuple[dict[str, Tensor], list[Operation]]:
     """The outputs and updates of one training step of an image classifier; call it inside a graph.
 

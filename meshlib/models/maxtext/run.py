@@ -168,10 +168,7 @@ class MaxTextRun:
         if repeats == -1:
             repeats, rest = divmod(layers, stages * of_stage)
             if rest:
-                s.fail(
-                    "num_layers_per_pipeline_stage",
-                    f"{layers} layers % ({stages} stages * {of_stage}) = {rest}",
-                )
+                s.fail("num_layers_per_pipeline_stage", f"{layers} layers % ({stages} stages * {of_stage}) = {rest}")
         if stages * repeats * of_stage != layers:
             s.fail(
                 "num_pipeline_repeats", f"{stages} stages * {repeats} * {of_stage} layers of a stage are not {layers}"

@@ -349,9 +349,7 @@ def _product_of_integers(a: Tensor, b: Tensor, shape: Shape, name: str | None) -
 
 
 def _output_shape(
-    xs: Sequence[Tensor],
-    output_shape: Shape | Sequence[Dimension] | None,
-    reduced_dims: Sequence[Dimension] | None,
+    xs: Sequence[Tensor], output_shape: Shape | Sequence[Dimension] | None, reduced_dims: Sequence[Dimension] | None
 ) -> Shape:
     if output_shape is not None and reduced_dims is not None:
         raise ShapeError(f"{at('einsum')}: give output_shape or reduced_dims, not both")

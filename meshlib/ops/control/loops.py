@@ -73,15 +73,7 @@ def _grad(op: Operation, *dys: Tensor | None) -> Sequence[Tensor | None]:
     return loop_gradient(op, *dys)
 
 
-LOOP = operation(
-    "scan",
-    kind=Kind.LOOP,
-    shape=_shape,
-    roles=_roles,
-    local=_local,
-    grad=_grad,
-    work=_work,
-)
+LOOP = operation("scan", kind=Kind.LOOP, shape=_shape, roles=_roles, local=_local, grad=_grad, work=_work)
 
 
 def scan(
@@ -231,12 +223,7 @@ def _add_operation(
     # as in "layers/scan:feed_forward/wi"
     names = [t.name.removeprefix(f"{full}/") for t in (*record.given.inits, *record.kept)]
     return outer.add(
-        LOOP,
-        [outer.adopt(x) for x in operands],
-        types,
-        {"loop": record},
-        exact_name=full,
-        last_outputs=names,
+        LOOP, [outer.adopt(x) for x in operands], types, {"loop": record}, exact_name=full, last_outputs=names
     )
 
 

@@ -46,14 +46,7 @@ def _no_local(block: Block) -> Array:
 def source(name: str, kind: Kind, local: Callable[..., Array], work: Callable[..., Work], **traits: Any) -> OpDef:
     """Define an operation without operands, with the attributes `shape` and `dtype`."""
     return operation(
-        name,
-        kind=kind,
-        shape=_shape,
-        roles=named_factors,
-        local=local,
-        grad=lambda op, dy: [],
-        work=work,
-        **traits,
+        name, kind=kind, shape=_shape, roles=named_factors, local=local, grad=lambda op, dy: [], work=work, **traits
     )
 
 

@@ -28,12 +28,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def variable_gradients(
-    graph: Graph,
-    loop: Operation,
-    sources: Sequence[Tensor],
-    totals: Sequence[Tensor],
-    what: str,
-    scale: float = 1.0,
+    graph: Graph, loop: Operation, sources: Sequence[Tensor], totals: Sequence[Tensor], what: str, scale: float = 1.0
 ) -> list[Tensor]:
     """The gradients of all trainable variables from sums over the trips of a loop, computed once after it.
 

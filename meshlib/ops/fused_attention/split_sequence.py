@@ -67,10 +67,7 @@ def _summary_types(count: int) -> Callable[[tuple[TensorType, ...], Mapping[str,
 
 
 SPLIT_RESULT = Summary(
-    _levels,
-    lambda block, received, index, *arrays: result(block, arrays, received[0]),
-    _summary_types(1),
-    _combined,
+    _levels, lambda block, received, index, *arrays: result(block, arrays, received[0]), _summary_types(1), _combined
 )
 SPLIT_GRAD_QUERY = Summary(
     _levels_and_means,

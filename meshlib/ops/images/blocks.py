@@ -57,11 +57,7 @@ def conv3d_with_blocks(
 
 
 def in_whole(
-    what: str,
-    x: Tensor,
-    count: int,
-    blocks: Sequence[Dimension | None],
-    conv: Callable[[Tensor], Tensor],
+    what: str, x: Tensor, count: int, blocks: Sequence[Dimension | None], conv: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """`conv` applied to x with its blocks merged, and the result cut into blocks again.
 

@@ -346,11 +346,7 @@ def _sliding_dims(
 
 
 def _name_faults(
-    x: Tensor,
-    filters: Tensor,
-    dims: Sequence[Dimension],
-    windows: Sequence[Dimension],
-    group_dims: Sequence[Dimension],
+    x: Tensor, filters: Tensor, dims: Sequence[Dimension], windows: Sequence[Dimension], group_dims: Sequence[Dimension]
 ) -> list[str]:
     """Faults of names: filter dims that x has, spatial dims that the filters have, group dims that either lacks."""
     faults = [f"'{f.name}' of the window is a dim of x, too; rename it" for f in windows if f.name in x.shape]

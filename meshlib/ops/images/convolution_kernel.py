@@ -130,10 +130,7 @@ class _Inputs:
         shape = [*output_sizes, *slid] if outputs_first else [*slid, *output_sizes]
         strides = [*outputs, *taps] if outputs_first else [*taps, *outputs]
         return as_strided(
-            start,
-            (*x.shape[:2], *shape, x.shape[-1]),
-            (*x.strides[:2], *strides, x.strides[-1]),
-            writeable=False,
+            start, (*x.shape[:2], *shape, x.shape[-1]), (*x.strides[:2], *strides, x.strides[-1]), writeable=False
         )
 
     def _padded(self, x: Array, run: tuple[int, int]) -> Array:

@@ -95,11 +95,7 @@ def depth_to_space(
 
 
 def _arguments(
-    what: str,
-    x: Tensor,
-    block_size: int,
-    spatial: Sequence[Dimension | str] | None,
-    depth_dim: Dimension | str | None,
+    what: str, x: Tensor, block_size: int, spatial: Sequence[Dimension | str] | None, depth_dim: Dimension | str | None
 ) -> tuple[int, list[Dimension], Dimension]:
     block = whole(block_size, what, "block_size")
     if block < 1:

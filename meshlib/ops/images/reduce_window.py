@@ -267,11 +267,7 @@ def _pick_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 _define = partial(operation, kind=Kind.INDEXED, roles=_roles, work=_compared_work)
 
 EXTREME = _define(
-    "window_extreme",
-    shape=_extreme_shape,
-    local=_extreme_local,
-    grad=not_differentiable,
-    lower=Halo(_elements),
+    "window_extreme", shape=_extreme_shape, local=_extreme_local, grad=not_differentiable, lower=Halo(_elements)
 )
 PICK = _define(
     "window_pick",

@@ -70,12 +70,7 @@ UPDATE_ROWS = operation(
 
 
 def update_rows(
-    x: Tensor,
-    rows: Tensor,
-    indices: Tensor,
-    dim: Dimension | str,
-    name: str | None = None,
-    out_of_range: str = "error",
+    x: Tensor, rows: Tensor, indices: Tensor, dim: Dimension | str, name: str | None = None, out_of_range: str = "error"
 ) -> Tensor:
     """`x` with the rows at `indices` of one dim replaced.
 

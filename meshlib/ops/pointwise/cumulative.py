@@ -155,9 +155,7 @@ RECURRENCE = operation(
     linear=lambda op: Linear((1,)),
     work=lambda ins, out, attrs: Work(0, 2 * out.shape.size),
     lower=Summary(
-        _recurrence_summary,
-        _recurrence_finish,
-        lambda types, attrs: (_without(types[0], attrs["dim"]),) * 2,
+        _recurrence_summary, _recurrence_finish, lambda types, attrs: (_without(types[0], attrs["dim"]),) * 2
     ),
 )
 

@@ -43,12 +43,7 @@ def _distinct_elements(x: Array) -> Array:
 
 
 WHERE = define(
-    "where",
-    _where_into,
-    _where_grad,
-    _where_shape,
-    linear=lambda op: Linear((1, 2), together=True),
-    exact=True,
+    "where", _where_into, _where_grad, _where_shape, linear=lambda op: Linear((1, 2), together=True), exact=True
 )
 
 
@@ -74,9 +69,5 @@ def where(
         from meshlib.ops.control.sources import constant_like
 
         like = constant_like(0, condition, "float32")
-    operands = [
-        tensor(condition, "where"),
-        as_tensor(if_true, like, "where"),
-        as_tensor(if_false, like, "where"),
-    ]
+    operands = [tensor(condition, "where"), as_tensor(if_true, like, "where"), as_tensor(if_false, like, "where")]
     return broadcast_to(build(WHERE, operands, {}, name), output_shape)
