@@ -9,7 +9,7 @@ from layouts import Mesh
 from meshlib.command import figures
 from meshlib.command.choices import is_maxtext
 from meshlib.command.jax_function import dims_text
-from meshlib.command.output import say, say_json
+from meshlib.command.output import answer, say, say_json
 from meshlib.command.planning import FAILED, GOOD, first_choices
 from meshlib.command.subject import Subject, completed_layouts, named_layouts, slice_of, subject_of
 from meshlib.core.errors import GraphError, LayoutError
@@ -27,28 +27,18 @@ def explain(args: argparse.Namespace) -> int:
     text = hlo_text(args.program)
     if text is not None:
         compiled = explained_hlo(text, args.slice, args.mesh)
-        if args.json:
-            say_json(compiled.as_json())
-        else:
-            say(compiled)
+        answer(args.json, compiled.as_json, lambda: compiled)
         return GOOD
-    programs = _lowered(args)
-    if args.json:
-        say_json([figures.of_program(program) for program in programs])
-    else:
-        for program in programs:
-            say(explained(program))
+    programs = _programs(args, *_subject_and_layouts(args))
+    answer(args.json, lambda: [*map(figures.of_program, programs)], lambda: "\n".join(map(explained, programs)))
     return GOOD
 
 
 def estimated(args: argparse.Namespace) -> int:
     """`meshlib estimate`: the whole table."""
     estimates = _estimates(args)
-    if args.json:
-        say_json([figures.of_rows(est) for est in estimates])
-    else:
-        for est in estimates:
-            say(est.table(args.rows or None))
+    tables = (est.table(args.rows or None) for est in estimates)
+    answer(args.json, lambda: [*map(figures.of_rows, estimates)], lambda: "\n".join(tables))
     return GOOD if all(est.fits for est in estimates) else FAILED
 
 
@@ -110,11 +100,12 @@ def checked(args: argparse.Namespace) -> int:
         if args.compile and report.ok:
             sound.append(subject.lowered(name, mesh, **first_choices(args, subject)))
     compiled = _compiled(args, sound) if sound else []
-    if args.json:
-        say_json({"layouts": entries, "compiled": [c.as_json() for c in compiled]})
-    else:
-        for part in (*map(_checked_text, entries), *(f"\n{c}" for c in compiled)):
-            say(part)
+    parts = (*map(_checked_text, entries), *(f"\n{c}" for c in compiled))
+    answer(
+        args.json,
+        lambda: {"layouts": entries, "compiled": [c.as_json() for c in compiled]},
+        lambda: "\n".join(parts),
+    )
     return GOOD if all(entry["ok"] for entry in entries) and all(c.fits for c in compiled) else FAILED
 
 
@@ -142,10 +133,7 @@ def verified(args: argparse.Namespace) -> int:
             "--set layers=2 --set d_model=64 --set heads=4 --set head_dim=16 --set d_ff=128 --set vocab=128"
         )
     result = verify(*subject.compared(), layouts=[(mesh, subject.rules(name, mesh)) for name, mesh in layouts])
-    if args.json:
-        say_json(figures.of_verification(result))
-    else:
-        say(result)
+    answer(args.json, lambda: figures.of_verification(result), lambda: result)
     return GOOD if result.ok else FAILED
 
 
@@ -155,10 +143,8 @@ def traced(args: argparse.Namespace) -> int:
     if others:
         raise GraphError("trace writes one file: give one --layout")
     est.save_trace(args.out)
-    if args.json:
-        say_json({"file": args.out, **figures.of_estimate(est)})
-    else:
-        say("\n".join([f"{args.out}: open it at ui.perfetto.dev", *(f"note: {note}" for note in est.program.notes)]))
+    lines = [f"{args.out}: open it at ui.perfetto.dev", *(f"note: {note}" for note in est.program.notes)]
+    answer(args.json, lambda: {"file": args.out, **figures.of_estimate(est)}, lambda: "\n".join(lines))
     return GOOD
 
 
@@ -166,10 +152,7 @@ def dims(args: argparse.Namespace) -> int:
     """`meshlib dims`: the dims of a program."""
     outputs, updates = subject_of(args, slice_of(args.slice) if args.slice else None).session().asked
     text = dims_text(next(iter([*(t.graph for t in outputs.values()), *(op.graph for op in updates)])))
-    if args.json:
-        say_json({"text": text})
-    else:
-        say(text)
+    answer(args.json, lambda: {"text": text}, lambda: text)
     return GOOD
 
 
@@ -193,10 +176,6 @@ def _subject_and_layouts(args: argparse.Namespace) -> tuple[Subject, list[tuple[
         raise GraphError("say how it is laid out: --layout LAYOUT@MESH; of a model, --slice takes a usual one")
     usual = subject.usual(where.devices)
     return subject, usual if args.command == "compare" else usual[:1]
-
-
-def _lowered(args: argparse.Namespace) -> list[Program]:
-    return _programs(args, *_subject_and_layouts(args))
 
 
 def _programs(args: argparse.Namespace, subject: Subject, layouts: list[tuple[str, str]]) -> list[Program]:

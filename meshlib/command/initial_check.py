@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 
 from meshlib.command.choices import is_maxtext
-from meshlib.command.output import say, say_json, writable
+from meshlib.command.output import answer, writable
 from meshlib.command.planning import FAILED, GOOD, planned_of
 from meshlib.command.subject import Subject, slice_of
 from meshlib.core.compiler import XLA_TPU
@@ -90,10 +90,11 @@ def init(args: argparse.Namespace) -> int:
     )  # fmt: skip
     replace_file(path, lambda file: file.write(text.encode()), "init", GraphError)
     assert_snapshot(est.program, snapshot, update=True)
-    if args.json:
-        say_json({"files": [str(path), str(snapshot)], "fits": est.fits})
-    else:
-        say(f"wrote {path} and {snapshot}: run pytest {path}")
+    answer(
+        args.json,
+        lambda: {"files": [str(path), str(snapshot)], "fits": est.fits},
+        lambda: f"wrote {path} and {snapshot}: run pytest {path}",
+    )
     return GOOD if est.fits else FAILED
 
 

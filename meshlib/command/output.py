@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from meshlib.core.errors import GraphError
@@ -67,6 +67,14 @@ def writable(path: str, suffix: str) -> Path:
 def say_json(value: object) -> None:
     """Print a value as JSON."""
     print(json.dumps(value, indent=2, default=str))
+
+
+def answer(as_json: bool, figures: Callable[[], object], text: Callable[[], object]) -> None:
+    """Print figures as JSON, or text; only the one that is asked for is computed."""
+    if as_json:
+        say_json(figures())
+    else:
+        say(text())
 
 
 def coloured(text: str, good: bool) -> str:

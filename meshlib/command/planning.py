@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hardware.slices import Slice
 from meshlib.command.choices import is_maxtext
-from meshlib.command.output import coloured, say, say_json, writable
+from meshlib.command.output import answer, coloured, say, say_json, writable
 from meshlib.command.plan import PlannedLayout, WholeRunOptions, json_of, next_commands, planned, plans_of, text_of
 from meshlib.command.subject import (
     Subject,
@@ -159,10 +159,7 @@ def search(args: argparse.Namespace) -> int:
 
 def _print_search(args: argparse.Namespace, result: Found) -> int:
     """Print the result of a search; returns the exit status."""
-    if args.json:
-        say_json(result.as_json())
-    else:
-        say(result)
+    answer(args.json, result.as_json, lambda: result)
     if result.stopped:
         return INTERRUPTED
     return GOOD if result.fits else FAILED
@@ -246,10 +243,8 @@ def report(args: argparse.Namespace) -> int:
         (compiled,) = compiled_for([best.est.program], where, args)
     title = f"{subject.name} on {where.name}"
     write_page(args.out, page(best.est, title, options, certificate, compiled), "report")
-    if args.json:
-        say_json({"file": args.out, **json_of(subject, where, plans)})
-    else:
-        say(f"{args.out}: {headline(best.est)}")
+    line = f"{args.out}: {headline(best.est)}"
+    answer(args.json, lambda: {"file": args.out, **json_of(subject, where, plans)}, lambda: line)
     return GOOD if best.est.fits else FAILED
 
 

@@ -10,7 +10,7 @@ from hardware.chips import CHIPS
 from hardware.errors import HardwareError
 from hardware.slices import Slice, legal_slices
 from meshlib.command import figures
-from meshlib.command.output import say, say_json
+from meshlib.command.output import answer, say, say_json
 from meshlib.command.terminal import Progress
 from meshlib.core.compiler import COMPILERS
 from meshlib.core.errors import GraphError, nearest
@@ -67,11 +67,7 @@ def validated(args: argparse.Namespace) -> int:
             result = validate(
                 args.file, args.refit, COMPILERS[args.compiler], lambda done, all_: bar(done, all_, "rows")
             )
-    if args.json:
-        rows = getattr(result, "rows", ())
-        say_json([_row(row) for row in rows])
-    else:
-        say(result)
+    answer(args.json, lambda: [*map(_row, getattr(result, "rows", ()))], lambda: result)
     return GOOD
 
 
@@ -92,9 +88,10 @@ def recorded(args: argparse.Namespace) -> int:
             args.source, args.target, labels=args.labels, columns=columns, compression=args.compression,
             progress=lambda done, total: bar(done, total, "written"),
         )  # fmt: skip
-    if args.json:
-        say_json({"records": count, "files": [str(path) for path in paths]})
-        return GOOD
     where = paths[0] if len(paths) == 1 else f"{paths[0]} to {os.path.basename(paths[-1])}"
-    say(f"{count:,} records in {where}")
+    answer(
+        args.json,
+        lambda: {"records": count, "files": [*map(str, paths)]},
+        lambda: f"{count:,} records in {where}",
+    )
     return GOOD

@@ -187,6 +187,21 @@ def examples_of(arrays: object) -> tuple[list[str], dict[str, int]]:
     return faults, counts
 
 
+def shape_faults(given: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The faults of arrays by name that must include these shapes.
+
+    >>> shape_faults({"w": np.zeros(3)}, {"w": (2,), "b": (1,)})
+    ["'w' has shape [3], the model [2]", "'b' [1] is missing"]
+    """
+    faults = []
+    for name, sizes in wanted.items():
+        if name not in given:
+            faults.append(f"'{name}' {list(sizes)} is missing{nearest(name, given)}")
+        elif np.shape(given[name]) != sizes:
+            faults.append(f"'{name}' has shape {list(np.shape(given[name]))}, the model {list(sizes)}")
+    return faults
+
+
 def is_masked(value: object) -> bool:
     """True if `value` is a masked array or a list with one; NumPy's conversions drop masks silently."""
     if isinstance(value, list | tuple):

@@ -17,6 +17,7 @@ import numpy as np
 
 from meshlib.core.arguments import examples_of
 from meshlib.core.errors import FeedError, nearest
+from meshlib.data.order import Order
 from meshlib.data.prefetch import Ahead
 
 __all__ = ["Batches", "Position"]
@@ -175,11 +176,11 @@ class _Source:
     """Creates the batch at a position; has no position itself."""
 
     def __init__(self, arrays: Batch, batch_size: int, mask: str | None, seed: int | None, epochs: int | None) -> None:
-        self.arrays, self.batch_size, self.mask, self.seed = arrays, batch_size, mask, seed
+        self.arrays, self.batch_size, self.mask = arrays, batch_size, mask
         self.epochs = None if epochs is None else int(epochs)
         self.examples = len(next(iter(arrays.values())))
         self.per_epoch = self.examples // batch_size if mask is None else -(-self.examples // batch_size)
-        self.order: tuple[int, Array] | None = None  # of the current epoch
+        self.order = Order(self.examples, seed)
 
     def ended(self, at: Position) -> bool:
         return self.epochs is not None and at.epoch >= self.epochs
@@ -195,22 +196,14 @@ class _Source:
 
     def make(self, at: Position) -> Batch:
         places = np.arange(at.batch * self.batch_size, (at.batch + 1) * self.batch_size)
-        picks = places % self.examples
-        order = self._order(at.epoch)
-        chosen = picks if order is None else order[picks]
+        chosen = places % self.examples
+        if self.order.seed is not None:
+            begin = at.epoch * self.examples
+            chosen = self.order.places(begin, begin + self.examples)[chosen]
         batch = {name: np.asarray(array[chosen]) for name, array in self.arrays.items()}
         if self.mask is not None:
             batch[self.mask] = (places < self.examples).astype(np.float32)
         return batch
-
-    def _order(self, epoch: int) -> Array | None:
-        if self.seed is None:
-            return None
-        cached = self.order
-        if cached is None or cached[0] != epoch:
-            words = np.random.Philox(key=np.array([self.seed, epoch], np.uint64)).random_raw(self.examples)
-            self.order = cached = (epoch, np.argsort(words, kind="stable"))
-        return cached[1]
 
 
 def _whole(value: object, least: int) -> bool:

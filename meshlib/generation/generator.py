@@ -22,7 +22,7 @@ from hardware import Slice
 from layouts import Dimension, LayoutRules, Mesh
 from layouts.mesh import MeshLike
 from layouts.rules import SCOPES, RulesLike
-from meshlib.core.arguments import at, number, whole
+from meshlib.core.arguments import at, number, shape_faults, whole
 from meshlib.core.errors import GraphError, nearest
 from meshlib.core.graph import Graph, Tensor, scope
 from meshlib.generation.beams import Beams
@@ -347,12 +347,7 @@ def give_parameters(
         name: v.tensor.shape.sizes for program in programs for name, v in program.variables.items() if not is_own(name)
     }
     given = _given(what, config, state, programs[0])
-    faults = []
-    for name, sizes in wanted.items():
-        if name not in given:
-            faults.append(f"'{name}' {list(sizes)} is missing")
-        elif np.shape(given[name]) != sizes:
-            faults.append(f"'{name}' has shape {list(np.shape(given[name]))}, the model {list(sizes)}")
+    faults = shape_faults(given, wanted)
     if faults:
         raise GraphError.listing(f"{at(what)}: the state is not that of {config.name}", faults)
     for name in wanted:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from meshlib.core.text import bytes_text, seconds_text
 from meshlib.estimation import Estimate
 from meshlib.estimation.time.scheduling import StepSchedule
-from meshlib.estimation.views.rows import Row
 from meshlib.program.records import Collective
 from meshlib.report.links import PageAnchors
 from meshlib.report.markup import EXACT, MODELLED, folded, paragraph, section, table, text
@@ -113,16 +112,6 @@ def _totals(est: Estimate) -> tuple[dict[Key, float], dict[Key, float]]:
 
     visit(est.schedule, 1)
     return seconds, sent
-
-
-def largest_names(rows: Sequence[Row]) -> dict[tuple[str, tuple[str, ...]], str]:
-    """(kind, axes) -> name of the slowest row, among the collectives of an estimate."""
-    best: dict[tuple[str, tuple[str, ...]], Row] = {}
-    for row in rows:
-        key = row.opcode, row.axes
-        if row.kind == "collective" and (key not in best or row.total_seconds > best[key].total_seconds):
-            best[key] = row
-    return {key: row.name for key, row in best.items()}
 
 
 def collectives(est: Estimate, anchors: PageAnchors) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from meshlib.core.arguments import at
-from meshlib.core.errors import GraphError, nearest
+from meshlib.core.arguments import at, shape_faults
+from meshlib.core.errors import GraphError
 from meshlib.core.graph import Graph
 from meshlib.lowering import Program
 from meshlib.models.config import TransformerConfig
@@ -51,12 +51,7 @@ def values_of(
             f"{type(trained).__name__} {trained!r:.80}"
         )
     given = {**given, **_stacked(given, wanted)}
-    faults = []
-    for name, shape in wanted.items():
-        if name not in given:
-            faults.append(f"'{name}' {list(shape)} is missing{nearest(name, given)}")
-        elif np.shape(given[name]) != shape:
-            faults.append(f"'{name}' has shape {list(np.shape(given[name]))}, the model {list(shape)}")
+    faults = shape_faults(given, wanted)
     if faults:
         raise GraphError.listing(f"{at(what)}: the variables are not those of the model", faults)
     return {name: np.asarray(given[name]) for name in wanted}

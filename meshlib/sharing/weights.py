@@ -16,7 +16,7 @@ import einops
 import ml_dtypes
 import numpy as np
 
-from meshlib.core.arguments import at, choice, whole
+from meshlib.core.arguments import at, choice, shape_faults, whole
 from meshlib.core.documents import RECORD, read_json
 from meshlib.core.errors import CheckpointError, GraphError, nearest
 from meshlib.core.file_sets import FileSet, Member, checked
@@ -105,13 +105,7 @@ def write_weights(
     if not isinstance(state, Mapping):
         raise GraphError(f"{at(what)}: state must be arrays by name, got {type(state).__name__} {state!r:.80}")
     wanted = variables_of(config, scan=any("/layers/" in f"/{name}" for name in state))
-    faults = [
-        f"'{name}' {list(shape)} is missing"
-        if name not in state
-        else f"'{name}' has shape {list(np.shape(state[name]))}, the model {list(shape)}"
-        for name, shape in wanted.items()
-        if name not in state or np.shape(state[name]) != shape
-    ]
+    faults = shape_faults(state, wanted)
     if faults:
         raise GraphError.listing(f"{at(what)}: the state is not that of {config.name}", faults)
     tensors: dict[str, Array] = {}

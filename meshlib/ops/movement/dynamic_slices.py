@@ -20,13 +20,17 @@ from meshlib.core.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.core.opdef import Array, Block, Kind, Linear, Role, Work, operation
 from meshlib.ops.building import as_tensor, build, tensor
 from meshlib.ops.control.sources import constant_full, constant_like
-from meshlib.ops.movement.indexing import gather, index_count, index_fault
+from meshlib.ops.movement.indexing import check_indices, gather
 from meshlib.ops.movement.indexing import range as positions
 from meshlib.ops.movement.shape import rename_dimension, transpose
 from meshlib.ops.rules import named_factors, union
 
 
-def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+def written_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    """The type of a tensor of which a part is replaced.
+
+    Raises: ShapeError if the part has another dtype.
+    """
     x, part, _ = types
     union([t.shape for t in types])
     if x.dtype is not part.dtype:
@@ -35,10 +39,7 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
 
 
 def _local(block: Block, x: Array, part: Array, start: Array) -> Array:
-    if block.attrs["out_of_range"] == "error":
-        wrong = (start < 0) | (start >= index_count(block.operation))
-        if wrong.any():
-            raise index_fault(block.operation, int(start[wrong][0]))
+    check_indices(block, start)
     out = block.result()
     dim, run = block.attrs["dim"].name, block.attrs["run"].name
     names, p_names, s_names = (t.shape.names for t in block.inputs)
@@ -78,7 +79,7 @@ def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 UPDATE_SLICE = operation(
     "update_slice",
     kind=Kind.INDEXED,
-    shape=_shape,
+    shape=written_shape,
     roles=lambda op: named_factors(op, {op.attrs["run"].name: Role.WHOLE}),
     local=_local,
     grad=_grad,

@@ -47,10 +47,11 @@ def index_fault(op: Operation, bad: int) -> FeedError:
     )
 
 
-def _check_indices(block: Block, indices: Array) -> None:
-    size = block.attrs["dim"].size
-    if block.attrs["out_of_range"] == "error" and indices.size and (indices.min() < 0 or indices.max() >= size):
-        raise index_fault(block.operation, indices[(indices < 0) | (indices >= size)][0])
+def check_indices(block: Block, indices: Array) -> None:
+    """Raise FeedError for an index out of range, unless the operation admits them."""
+    count = index_count(block.operation)
+    if block.attrs["out_of_range"] == "error" and indices.size and (indices.min() < 0 or indices.max() >= count):
+        raise index_fault(block.operation, int(indices[(indices < 0) | (indices >= count)][0]))
 
 
 # ---------------------------------------------------------------- range
@@ -104,7 +105,7 @@ def _one_hot_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> T
 
 def _one_hot_local(block: Block, indices: Array) -> Array:
     dim: Dimension = block.attrs["dim"]
-    _check_indices(block, indices)
+    check_indices(block, indices)
     out = block.result()
     start = block.offsets[dim.name]
     hit = indices[..., None] == np.arange(start, start + out.shape[-1], dtype=indices.dtype)
@@ -171,7 +172,7 @@ def _gather_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> Te
 def _block_indices(block: Block, indices: Array, rows: int) -> tuple[Array, Array | None]:
     """Indices relative to this block, and the mask of those inside (None if all are)."""
     dim: Dimension = block.attrs["dim"]
-    _check_indices(block, indices)
+    check_indices(block, indices)
     if rows == dim.size and block.attrs["out_of_range"] == "error":
         return indices, None
     local = indices - block.offsets[dim.name]

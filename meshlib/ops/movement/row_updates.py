@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from layouts import Dimension
 from meshlib.core.arguments import at, choice
 from meshlib.core.dtypes import INT32
 from meshlib.core.errors import ShapeError
-from meshlib.core.graph import Operation, Tensor, TensorType, find_dim
+from meshlib.core.graph import Operation, Tensor, find_dim
 from meshlib.core.opdef import Array, Block, Kind, Linear, Role, Work, operation
 from meshlib.ops.building import build, tensor
 from meshlib.ops.control.sources import constant_full
-from meshlib.ops.movement.indexing import gather, index_count, index_fault
+from meshlib.ops.movement.dynamic_slices import written_shape
+from meshlib.ops.movement.indexing import check_indices, gather
 from meshlib.ops.movement.shape import transpose
-from meshlib.ops.rules import named_factors, union
-
-
-def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
-    x, rows, _ = types
-    union([t.shape for t in types])
-    if x.dtype is not rows.dtype:
-        raise ShapeError(f"operands have dtypes {x.dtype.name} and {rows.dtype.name}; cast the rows with mtf.cast")
-    return x
+from meshlib.ops.rules import named_factors
 
 
 def _local(block: Block, x: Array, rows: Array, indices: Array) -> Array:
     """Write the rows whose indices are in this block."""
     dim = block.attrs["dim"]
-    if block.attrs["out_of_range"] == "error":
-        wrong = (indices < 0) | (indices >= index_count(block.operation))
-        if wrong.any():
-            raise index_fault(block.operation, int(indices[wrong][0]))
+    check_indices(block, indices)
     out = block.result()
     if out is not x:
         np.copyto(out, x)
@@ -56,7 +43,7 @@ def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 UPDATE_ROWS = operation(
     "update_rows",
     kind=Kind.INDEXED,
-    shape=_shape,
+    shape=written_shape,
     roles=lambda op: named_factors(op, {d.name: Role.WHOLE for d in op.inputs[2].shape}),
     local=_local,
     grad=_grad,
