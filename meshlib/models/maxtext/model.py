@@ -202,10 +202,6 @@ def _local_theta(s: Settings) -> float | None:
 # ------------------------------------------------------------ decoder blocks
 
 
-def _llama(s: Settings) -> Fields:
-    return {}
-
-
 def _qwen2(s: Settings) -> Fields:
     bias = s.flag("attention_bias")
     return {"attention_bias": bias, "attention_out_bias": False, "qk_norm": s.flag("use_qk_norm")}
@@ -213,10 +209,6 @@ def _qwen2(s: Settings) -> Fields:
 
 def _qwen3(s: Settings) -> Fields:
     return {"qk_norm": s.flag("use_qk_norm")}
-
-
-def _gemma(s: Settings) -> Fields:
-    return {"scale_embedding": True}
 
 
 def _gemma2(s: Settings) -> Fields:
@@ -273,18 +265,6 @@ def _olmo3(s: Settings) -> Fields:
 def _gpt_oss(s: Settings) -> Fields:
     bias = s.flag("attention_bias")
     return {"bias": s.flag("mlp_bias"), "attention_bias": bias, **_windows(s, 1, 2), **_experts(s, router_bias=True)}
-
-
-def _mixtral(s: Settings) -> Fields:
-    return _experts(s)
-
-
-def _qwen3_moe(s: Settings) -> Fields:
-    return {**_qwen3(s), **_experts(s)}
-
-
-def _llama4(s: Settings) -> Fields:
-    return _experts(s, scores="sigmoid", renormalise=False)
 
 
 def _envy(s: Settings) -> Fields:
@@ -361,8 +341,10 @@ def _form(sparse: bool, factor: float) -> str:
 
 BLOCKS: Mapping[str, Callable[[Settings], Fields]] = MappingProxyType(
     {
-        "llama2": _llama, "mistral": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "gemma": _gemma, "gemma2": _gemma2,
-        "gemma3": _gemma3, "gemma4": _gemma4, "gpt3": _gpt3, "olmo3": _olmo3, "mixtral": _mixtral,
-        "qwen3_moe": _qwen3_moe, "deepseek": _deepseek, "gpt_oss": _gpt_oss, "llama4": _llama4, "envy": _envy,
+        "llama2": lambda s: {}, "mistral": lambda s: {}, "gemma": lambda s: {"scale_embedding": True},
+        "gemma2": _gemma2, "gemma3": _gemma3, "gemma4": _gemma4, "gpt3": _gpt3, "olmo3": _olmo3, "qwen2": _qwen2,
+        "qwen3": _qwen3, "qwen3_moe": lambda s: {**_qwen3(s), **_experts(s)}, "mixtral": _experts,
+        "llama4": lambda s: _experts(s, scores="sigmoid", renormalise=False), "deepseek": _deepseek,
+        "gpt_oss": _gpt_oss, "envy": _envy,
     }
 )  # fmt: skip

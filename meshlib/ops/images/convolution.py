@@ -60,6 +60,8 @@ class Convolution(Protocol):
 
 
 def _public(what: str, count: int, doc: str) -> Convolution:
+    """The public function `what` of `count` spatial dims."""
+
     def function(
         x: Tensor,
         filters: Tensor,
@@ -73,7 +75,32 @@ def _public(what: str, count: int, doc: str) -> Convolution:
         precision: str = "default",
         name: str | None = None,
     ) -> Tensor:
-        return _conv(what, count, x, filters, stride, padding, dilation, groups, spatial, group_dims, precision, name)
+        x, filters = floats(x, what), floats(filters, what)
+        precision = choice(precision, what, "precision", PRECISIONS)
+        groups = whole(groups, what, "groups")
+        dims = _dims(what, count, x, filters, spatial, as_dims(group_dims, f"{what} group_dims"), groups)
+        slides = _slides(
+            dims,
+            numbers_per_dim(stride, dims.spatial, what, "stride"),
+            numbers_per_dim(dilation, dims.spatial, what, "dilation"),
+            paddings_per_dim(padding, dims.spatial, what),
+            what.endswith("_transpose"),
+        )
+        empty = [f"'{d.name}' ({d.size} long, window {f.size})"
+                 for d, f, s in zip(dims.spatial, dims.windows, slides, strict=True) if s.out < 1]  # fmt: skip
+        if empty:
+            raise ShapeError(
+                f"{at(what)}: no window fits dim {', '.join(empty)}; pad more, as with padding='SAME'", x, filters
+            )
+        windows = [
+            SlidingDims(d.name, f.name, d.name, s) for d, f, s in zip(dims.spatial, dims.windows, slides, strict=True)
+        ]
+        name = what if name is None else name
+        if groups == 1:
+            return convolve(
+                x, filters, windows, _result(x.shape, windows, dims.channels, dims.channels_out), precision, name
+            )
+        return _in_groups(x, filters, windows, dims, groups, precision, name)
 
     function.__name__ = function.__qualname__ = what
     function.__doc__ = doc
@@ -156,6 +183,9 @@ conv2d_transpose = _public(
 conv3d_transpose = _public("conv3d_transpose", 3, "A transposed convolution along three dims: see `conv2d_transpose`.")
 
 
+_depthwise = _public("depthwise_conv2d", 2, "A convolution that keeps `group_dims`: see `conv2d`.")
+
+
 def depthwise_conv2d(
     x: Tensor,
     filters: Tensor,
@@ -181,49 +211,9 @@ def depthwise_conv2d(
       Shape('b:1;h:2;w:2;c:3')
     """
     shared_dims = [d for d in floats(filters, "depthwise_conv2d").shape if d in floats(x, "depthwise_conv2d").shape]
-    return _conv("depthwise_conv2d", 2, x, filters, stride, padding, dilation, 1, spatial, shared_dims, precision, name)
-
-
-def _conv(
-    what: str,
-    count: int,
-    x: Tensor,
-    filters: Tensor,
-    stride: PerDim,
-    padding: Padding,
-    dilation: PerDim,
-    groups: int,
-    spatial: Spatial | None,
-    group_dims: Sequence[Dimension],
-    precision: str,
-    name: str | None,
-) -> Tensor:
-    x, filters = floats(x, what), floats(filters, what)
-    precision = choice(precision, what, "precision", PRECISIONS)
-    groups = whole(groups, what, "groups")
-    dims = _dims(what, count, x, filters, spatial, as_dims(group_dims, f"{what} group_dims"), groups)
-    slides = _slides(
-        dims,
-        numbers_per_dim(stride, dims.spatial, what, "stride"),
-        numbers_per_dim(dilation, dims.spatial, what, "dilation"),
-        paddings_per_dim(padding, dims.spatial, what),
-        what.endswith("_transpose"),
+    return _depthwise(
+        x, filters, stride, padding, dilation, spatial=spatial, group_dims=shared_dims, precision=precision, name=name
     )
-    empty = [f"'{d.name}' ({d.size} long, window {f.size})"
-             for d, f, s in zip(dims.spatial, dims.windows, slides, strict=True) if s.out < 1]  # fmt: skip
-    if empty:
-        raise ShapeError(
-            f"{at(what)}: no window fits dim {', '.join(empty)}; pad more, as with padding='SAME'", x, filters
-        )
-    windows = [
-        SlidingDims(d.name, f.name, d.name, s) for d, f, s in zip(dims.spatial, dims.windows, slides, strict=True)
-    ]
-    name = what if name is None else name
-    if groups == 1:
-        return convolve(
-            x, filters, windows, _result(x.shape, windows, dims.channels, dims.channels_out), precision, name
-        )
-    return _in_groups(x, filters, windows, dims, groups, precision, name)
 
 
 def _slides(
