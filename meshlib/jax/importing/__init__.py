@@ -129,7 +129,7 @@ def from_jax(
     ins = packed([leaf.var for leaf in leaves], [v.aval for v in closed.jaxpr.invars])
     outs = flat_parts(tracing.inline(closed, ins, SourcePlace(UNKNOWN_LINE), inherit=False))
     refuse_unknown(tracing.kernels, tracing.met)
-    code = Code([leaf.var for leaf in leaves], outs, tracing.steps)
+    code = Code([leaf.var for leaf in leaves], outs, tracing.levels[0].steps)
     used = prune(code)
     _check(code, leaves, results, tracing.refused)
     assign_names(names, leaves)
@@ -252,7 +252,7 @@ def _faults(step: Any) -> list[str]:
 def _unknown_dtypes(step: Any) -> list[str]:
     strange = {x.dtype for x in step.outs if not x.key and x.dtype not in DTYPES}
     if not step.kind.startswith(("jit:_", "random", "scan", "checkpoint", "cond")):
-        strange |= {x.dtype for x in step.ins if x.dtype not in DTYPES and x.const is None}
+        strange |= {x.dtype for x in step.ins if x.dtype not in DTYPES and x.const is None and not x.key}
     return sorted(strange)
 
 

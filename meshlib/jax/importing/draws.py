@@ -1,6 +1,7 @@
 """Random numbers: the draws of `jax.random` as the library's random operations, which need no keys.
 
-Each draw has numbers of its own, by its name and the step, the same under every layout; not those that JAX draws.
+Each draw has numbers of its own, by its name and the step, the same under every layout; not those that JAX draws. Draws
+with equal keys are one: see `meshlib.jax.importing.keyed`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 from layouts import Shape
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes
-from meshlib.jax.importing.code import DTYPES, Code, CodeStep
+from meshlib.jax.importing.code import DTYPES, CodeStep
 from meshlib.jax.importing.table import fresh, rule
 from meshlib.jax.importing.writing import StepWriter
 from meshlib.ops.pointwise.binary import less, minimum
@@ -18,6 +19,9 @@ from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.random import random_normal, random_uniform
 from meshlib.ops.pointwise.unary import floor
 
+# Operands of draws with bounds. In a part of a differentiated function, known bounds are no operands.
+OPERANDS = {"jit:_uniform": 3, "jit:_truncated_normal": 3, "jit:_bernoulli": 2, "jit:_randint": 3}
+DRAWS = ("random_bits", "jit:_uniform", "jit:_normal", "jit:_normal_real", "jit:_bernoulli", "jit:_randint")
 KEYS = "random_seed random_split random_fold_in random_wrap random_unwrap random_clone key_reuse_check threefry2x32"
 
 
@@ -85,10 +89,3 @@ def _drawn_below(shape: Shape, count: int) -> Tensor:
 
 rule("random_bits", axes=_draw_axes, write=_bits)
 rule(KEYS, axes=_no_axes, write=lambda w, step: [None] * len(step.outs))
-
-_DRAWS = ("random_bits", "jit:_uniform", "jit:_normal", "jit:_normal_real", "jit:_bernoulli", "jit:_randint")
-
-
-def draws(code: Code) -> bool:
-    """Whether a piece of code draws random numbers."""
-    return any(step.kind in _DRAWS for step in code.walk())

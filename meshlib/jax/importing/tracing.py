@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import jax
 import numpy as np
 
-from meshlib.core.source_lines import shown_file
 from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import Array, Code, CodeStep, SourcePlace, Var, numpy_type
 from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.control import policy_of
 from meshlib.jax.importing.custom_rules import has_own_rule, named
-from meshlib.jax.importing.draws import draws
+from meshlib.jax.importing.draws import DRAWS, OPERANDS
 from meshlib.jax.importing.integers import as_signed
 from meshlib.jax.importing.kernels import KINDS, Kernels, kernel_name, traced_kernel, without_kernel
+from meshlib.jax.importing.keyed import AGAIN, Keyed, Level
 from meshlib.jax.importing.pairs import ComplexPair, Value, aval_of, flat, in_parts, is_complex, packed, parts_of
+from meshlib.jax.importing.places import author_of, place_of, scopes_of
 from meshlib.jax.importing.rewrites import OWN_LINES, REWRITES
 from meshlib.jax.importing.rewrites.mapped import mapped_axes
 from meshlib.jax.importing.ruled import KIND as CUSTOM_RULE
@@ -45,7 +43,6 @@ _CALLS = {
     "linear_call": "callee",
     "remat_call": "call_jaxpr",
 }
-_WORD = re.compile(r"[\w.\-]+")
 _CHECKPOINTS = ("checkpoint", "remat", "remat2")
 # Constants are folded up to this many bytes, so that a table built from others is one table.
 _FOLDED_BYTES = 16 * 2**20
@@ -58,7 +55,8 @@ class Tracing:
     axes: Axes
     most_trips: int | None = None  # bound of loops that no known number bounds
     half: str = "float16"  # dtype that replaces float16
-    steps: list[CodeStep] = field(default_factory=list)
+    levels: list[Level] = field(default_factory=lambda: [Level()])  # the bodies around the current step
+    keyed: Keyed = field(default_factory=Keyed)
     policy: Callable[..., Any] | None = None  # of the innermost enclosing checkpoint
     saved: int = 0
     kernels: Kernels = field(default_factory=dict)  # replacements of opaque kernels by name
@@ -73,7 +71,8 @@ class Tracing:
         """A value known by its type alone. `of_keys`: it is a key if raw keys have that type."""
         dtype = self.half if str(aval.dtype) == "float16" else str(aval.dtype)
         key = dtype.startswith("key<") or (of_keys and dtype == "uint32")
-        return Var(tuple(map(int, aval.shape)), dtype, self.axes.space(), key=key, data=data)
+        level = len(self.levels) - 1
+        return Var(tuple(map(int, aval.shape)), dtype, self.axes.space(), key=key, data=data, level=level)
 
     def known(self, value: Any, aval: Any) -> Value:
         """A value with known elements."""
@@ -100,12 +99,11 @@ class Tracing:
 
     # ------------------------------------------------------------ code
 
-    def body(self, closed: Any, ins: Sequence[Value], around: SourcePlace) -> Code:
+    def body(self, closed: Any, ins: Sequence[Value], around: SourcePlace, loop: bool = False) -> Code:
         """A jaxpr as a separate body; `ins` are its arguments."""
-        outer, self.steps = self.steps, []
+        self.levels.append(Level(loop))
         outs = flat(self.inline(closed, ins, around, inherit=False))
-        code, self.steps = Code([], outs, self.steps), outer
-        return code
+        return Code([], outs, self.levels.pop().steps)
 
     def inline(self, closed: Any, ins: Sequence[Value], around: SourcePlace, inherit: bool) -> list[Value]:
         """Add the steps of a jaxpr and return its results. `inherit`: its steps get the caller's source line."""
@@ -118,7 +116,7 @@ class Tracing:
             return self.known(atom.val, atom.aval) if hasattr(atom, "val") else env[atom]
 
         for eqn in jaxpr.eqns:
-            place = replace(around, scope=(*around.scope, *_scopes(eqn))) if inherit else _place(eqn, around)
+            place = replace(around, scope=(*around.scope, *scopes_of(eqn))) if inherit else place_of(eqn, around)
             env.update(zip(eqn.outvars, self._step(eqn, [read(v) for v in eqn.invars], place), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -129,9 +127,9 @@ class Tracing:
         if name in KINDS:
             return self._kernel(eqn, ins, place)
         if (inner := params.get(_CALLS.get(name, ""))) is not None:
-            written_by, known = _author(inner), f"jit:{params.get('name', '')}"
+            written_by, known = author_of(inner), f"jit:{params.get('name', '')}"
             # A function that JAX names may have a rule that is not JAX's.
-            ours = known in RULES or known in REWRITES
+            ours = (known in RULES or known in REWRITES) and len(ins) == OPERANDS.get(known, len(ins))
             if written_by != "jax" or not ours or self._holds_rules(inner):
                 return self.inline(inner, ins, place, inherit=written_by != "user")
             name = known
@@ -200,6 +198,10 @@ class Tracing:
                 self.set_known(out, np.zeros(out.shape, numpy_type(out.dtype)))
         if self._folded(step) or all(0 in out.shape for out in outs):
             return outs
+        if any(x.key for x in ins) and (kind in DRAWS or all(out.key for out in outs)) and not bodies:
+            drawn = self.keyed.add(step, self.levels)
+            why = f"{kind.removeprefix('jit:_')} ({place.line}): {AGAIN}"
+            return flat(self._refuse(eqn, why)) if drawn is None else drawn
         for out in outs:
             out.maker = step
         if any(x.trips is not None for x in ins):
@@ -208,7 +210,7 @@ class Tracing:
         if where is not None:
             self.saved += 1
             step.saved, step.on_host = f"saved_{self.saved}", where == "host"
-        self.steps.append(step)
+        self.levels[-1].steps.append(step)
         return outs
 
     def _folded(self, step: CodeStep) -> bool:
@@ -289,9 +291,6 @@ class Tracing:
         cotangents = [self.var(aval) for aval in of_cotangents]
         backward = self.body(call.backward, [*residuals, *cotangents], SourcePlace(place.line, ()))
         backward.ins, self.in_rule = cotangents, False
-        if draws(forward) and draws(backward):
-            why = f"{named(eqn)}: its derivative rule draws random numbers, as its forward does: save those instead"
-            self.refused[why] = self.refused.get(why, 0) + 1
         return self._holding(
             CUSTOM_RULE, eqn, operands, place, (forward, backward), moving=call.moving, floating=call.floating
         )
@@ -302,12 +301,18 @@ class Tracing:
         of_keys = [isinstance(x, Var) and x.key for x in ins[consts:]]
         parts = [[self.var(part, of_keys=key) for part in parts_of([a])] for a, key in zip(avals, of_keys, strict=True)]
         own = [x for held in parts for x in held]
+        for x in own:
+            x.level += 1
         if all(len(held) == 1 for held in parts):
-            count_trips(eqn, [flat([x])[0] for x in ins], own, self.axes.space())
-        body = self.body(closed, [*ins[:consts], *packed(own, avals)], SourcePlace(place.line, ()))
+            operands = [flat([x])[0] for x in ins]
+            count_trips(eqn, operands, own, self.axes.space())
+            self.keyed.identify(eqn, own, operands[consts:])
+        body = self.body(closed, [*ins[:consts], *packed(own, avals)], SourcePlace(place.line, ()), loop=True)
         body.ins = own
         count = sum(map(len, parts[:carries]))
-        return self._holding("scan", eqn, flat(ins[consts:]), place, (body,), flat(ins), num_carry=count)
+        results = self._holding("scan", eqn, flat(ins[consts:]), place, (body,), flat(ins), num_carry=count)
+        self.keyed.stack(body.outs[count:], results[carries:])
+        return results
 
     def _cond(self, eqn: Any, ins: list[Value], place: SourcePlace) -> list[Value]:
         (which,), operands = flat(ins[:1]), ins[1:]
@@ -315,8 +320,13 @@ class Tracing:
         if which.number is not None:
             chosen = min(max(int(which.number), 0), len(branches) - 1)
             return self.inline(branches[chosen], operands, place, inherit=False)
-        bodies = tuple(self.body(branch, operands, SourcePlace(place.line, ())) for branch in branches)
-        return self._holding("cond", eqn, [which], place, bodies, [which, *flat(operands)])
+        bodies, before, drawn = [], self.keyed.drawn, {**self.keyed.drawn}
+        for branch in branches:  # of which one runs
+            self.keyed.drawn = {**before}
+            bodies.append(self.body(branch, operands, SourcePlace(place.line, ())))
+            drawn |= self.keyed.drawn
+        self.keyed.drawn = drawn
+        return self._holding("cond", eqn, [which], place, tuple(bodies), [which, *flat(operands)])
 
 
 _NUMBERS_STAY = (
@@ -354,49 +364,6 @@ def _branch_here(platforms: Sequence[tuple[str, ...] | None]) -> int | None:
     here = jax.default_backend()
     names = ("cuda", "rocm") if here == "gpu" else (here,)
     return next((n for n, of in enumerate(platforms) if of is None or any(name in of for name in names)), None)
-
-
-# ---------------------------------------------------------------- source lines
-
-
-def _place(eqn: Any, around: SourcePlace) -> SourcePlace:
-    return SourcePlace(_line(eqn) or around.line, (*around.scope, *_scopes(eqn)))
-
-
-def _scopes(eqn: Any) -> tuple[str, ...]:
-    stack = getattr(eqn.source_info.name_stack, "stack", ())
-    names = (str(part.name) for part in stack if type(part).__name__ == "Scope")
-    # Scopes that libraries add themselves, such as the text of an einsum, are no names.
-    return tuple(piece for name in names for piece in name.split("/") if _WORD.fullmatch(piece))
-
-
-def _line(eqn: Any) -> str | None:
-    """The innermost source line in the user's code, otherwise in a library other than JAX."""
-    trace = eqn.source_info.traceback
-    frames = trace.frames if trace is not None else ()
-    other = None
-    for frame in frames:
-        kind = _kind(frame.file_name)
-        if kind == "user":
-            return f"{shown_file(frame.file_name)}:{frame.line_num}"
-        if kind == "library" and other is None:
-            other = f"{os.path.basename(frame.file_name)}:{frame.line_num}"
-    return other
-
-
-def _author(closed: Any) -> str:
-    """Author of a called function, as `_kind`; "user" if unknown."""
-    info = getattr(getattr(closed, "jaxpr", closed), "debug_info", None)
-    file = getattr(info, "func_filename", None)
-    return "user" if file is None else _kind(file)
-
-
-@cache
-def _kind(file: str) -> str:
-    """Owner of a source file: "user", "library", or "jax" (with its runtime)."""
-    if file.startswith(os.path.dirname(jax.__file__) + os.sep) or not shown_file(file):
-        return "jax"
-    return "library" if f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file else "user"
 
 
 def _has_float_data(values: Sequence[Value]) -> bool:

@@ -38,7 +38,7 @@ def follow(step: CodeStep) -> None:
 def _set_slices(own: Sequence[Var], stacks: Sequence[Var], loop: int, order: int) -> None:
     """Record the values in each trip of scalars sliced from known stacks."""
     for x, stack in zip(own, stacks, strict=True):
-        elements = None if x.shape or x.key else _elements(stack)
+        elements = None if x.shape or x.key else elements_of(stack)
         if elements is not None:
             x.trips = loop, elements[::order]
 
@@ -67,7 +67,7 @@ def count_trips(eqn: Any, ins: Sequence[Var], own: Sequence[Var], loop: int) -> 
         counters = _independent(closed.jaxpr, counters, ins, consts, carries)
 
 
-def _elements(x: Var, depth: int = 8) -> np.ndarray[Any, Any] | None:
+def elements_of(x: Var, depth: int = 8) -> np.ndarray[Any, Any] | None:
     """The elements of a value determined by positions alone, such as `jnp.arange(4) * 2`; None for data."""
     if x.const is not None:
         return np.asarray(x.elements)
@@ -79,7 +79,7 @@ def _elements(x: Var, depth: int = 8) -> np.ndarray[Any, Any] | None:
     rule = RULES.get(step.kind)
     if rule is None or rule.fold is None or not rule.by_element:
         return None
-    operands = [_elements(y, depth - 1) for y in step.ins]
+    operands = [elements_of(y, depth - 1) for y in step.ins]
     if any(y is None for y in operands):
         return None
     return np.asarray(np.broadcast_to(rule.fold(step, *operands), x.shape)).astype(numpy_type(x.dtype))

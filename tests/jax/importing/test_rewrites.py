@@ -280,7 +280,7 @@ def test_more_draws():
             jax.random.permutation(c, 64),
             jax.random.uniform(d, (4096, 2), minval=jnp.array([0.0, 10.0]), maxval=20.0) * w,
             jax.random.bits(a, (4096,), "uint8"),
-            jax.random.bits(b, (4096,)).astype("float32"),
+            jax.random.bits(key, (4096,)).astype("float32"),
         )
 
     for key in (jax.random.key(0), jax.random.PRNGKey(0)):
@@ -376,3 +376,43 @@ def test_the_gradient_of_a_rotation_as_jax_writes_it_is_one(name):
     assert program.sent_bytes == 2 * rows * x.shape[0] * x.shape[2] * 4
     (made,) = mtf.simulate(program).step(**graph.feeds(x)).values()
     np.testing.assert_allclose(made, gradient(x), rtol=2e-2, atol=1e-5)
+
+
+def test_draws_with_equal_keys_are_equal():
+    def draw(w, key):
+        normal = jax.random.normal
+        halves = [normal(jax.random.split(key)[0], (4,)) for _ in range(2)]
+        _, rows = lax.scan(lambda c, x: (c, x + normal(key, (4,))), 0.0, jnp.zeros((3, 4)))  # such as locked dropout
+        _, others = lax.scan(lambda c, k: (c, normal(k, (4,)) + w), 0.0, jax.random.split(key, 3))
+        return halves[0] - halves[1], rows - rows[:1], rows[0] - normal(key, (4,)), others
+
+    graph = mtf.from_jax(draw, np.float32(0), jax.random.key(0))
+    *zeros, others = mtf.simulate(mtf.lower(graph.outputs)).step().values()
+    assert not any(np.abs(x).max() for x in zeros)
+    assert len(np.unique(others)) == 12
+
+
+def test_a_gradient_within_the_function_reads_the_mask_of_its_forward():
+    def loss(w, x, key):
+        for n in range(2):
+            layer = jax.checkpoint(lambda x, w, k: jax.random.bernoulli(k, 0.5, x.shape) * jnp.tanh(x @ w))
+            x = layer(x, w[n], jax.random.fold_in(key, n))
+        return (x**2).sum()
+
+    w, x, key = weights(2, 8, 8), weights(4, 8), jax.random.key(0)
+    inside = mtf.from_jax(jax.grad(loss), w, x, key)
+    outside = mtf.from_jax(loss, w, x, key)
+    with outside:
+        (slope,) = mtf.gradients([outside.loss], [v.output for v in outside.variables.values()])
+    (want,) = mtf.simulate(mtf.lower([slope])).step(outside.feeds(w, x, key)).values()
+    (have,) = mtf.simulate(mtf.lower(inside.outputs)).step(inside.feeds(w, x, key)).values()
+    np.testing.assert_allclose(have, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("body", [lambda f, k: jax.checkpoint(f)(k), lambda f, k: lax.map(f, jax.random.split(k, 3))])
+def test_equal_keys_in_two_bodies_are_refused(body):
+    def draw(w, key):
+        return w + body(lambda k: jax.random.normal(k, (4,)), key) - body(lambda k: jax.random.normal(k, (4,)), key)
+
+    with pytest.raises(NotImported, match=r"normal \(test_rewrites.py:\d+\): a draw with a key that another loop"):
+        mtf.from_jax(draw, np.float32(0), jax.random.key(0))

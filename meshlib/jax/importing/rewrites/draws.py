@@ -48,7 +48,7 @@ def _shuffle(step: CodeStep) -> Function:
     at = sort.params["dimension"]
 
     def run(key: Any, x: Any) -> Any:
-        return lax.sort((jax.random.uniform(key, x.shape), x), dimension=at, num_keys=1)[1]
+        return lax.sort((jax.random.uniform(jax.random.split(key)[1], x.shape), x), dimension=at, num_keys=1)[1]
 
     return run
 
@@ -74,14 +74,15 @@ def _gamma(step: CodeStep) -> Function | None:
         whole = jnp.where(alpha < 1, alpha + 1, alpha)
         d = whole - 1 / 3
         drawn = jnp.zeros(shape, alpha.dtype)  # log v; used if no candidate is accepted
-        for _ in range(_ROUNDS):
-            x = jax.random.normal(key, shape, alpha.dtype)
+        last, *keys = jax.random.split(key, 2 * _ROUNDS + 1)
+        for of_normal, of_uniform in zip(keys[::2], keys[1::2], strict=True):
+            x = jax.random.normal(of_normal, shape, alpha.dtype)
             root = 1 + x / jnp.sqrt(9 * d)
             log_v = 3 * jnp.log(jnp.maximum(root, 1e-7))
             limit = 0.5 * x * x + d - d * jnp.exp(log_v) + d * log_v
-            accepted = (root > 0) & (jnp.log(jax.random.uniform(key, shape, alpha.dtype)) < limit)
+            accepted = (root > 0) & (jnp.log(jax.random.uniform(of_uniform, shape, alpha.dtype)) < limit)
             drawn = jnp.where(accepted, log_v, drawn)
-        smaller = jnp.log1p(-jax.random.uniform(key, shape, alpha.dtype)) / alpha
+        smaller = jnp.log1p(-jax.random.uniform(last, shape, alpha.dtype)) / alpha
         log_sample = jnp.log(d) + drawn + jnp.where(alpha < 1, smaller, 0)
         return log_sample if logarithms else jnp.exp(log_sample)
 

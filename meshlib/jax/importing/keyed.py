@@ -1,0 +1,92 @@
+"""Draws with equal keys, which give equal numbers in JAX: the draws of the library would be independent.
+
+A step that reads a key is the earlier one with an equal key where that is visible, and leaves loops that do not
+determine its key. Where neither is possible, the second draw is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshlib.jax.importing.code import CodeStep, Var
+from meshlib.jax.importing.trips import elements_of
+
+AGAIN = (
+    "a draw with a key that another loop, checkpoint or rule has drawn with, which gives the same numbers in JAX; draw "
+    "once outside and pass the numbers, and import a loss without its gradient"
+)
+
+
+@dataclass(eq=False)
+class Level:
+    """The steps of a body being traced; a loop's run once for each trip."""
+
+    loop: bool = False
+    steps: list[CodeStep] = field(default_factory=list)
+    keyed: dict[Hashable, list[Var]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Keyed:
+    """Identities of random keys, and the draws so far."""
+
+    identities: dict[Var, Hashable] = field(default_factory=dict)
+    drawn: dict[Hashable, frozenset[str]] = field(default_factory=dict)  # bits -> kinds of their draws
+
+    def identity(self, x: Var) -> Hashable:
+        """Equal for values that are equal by construction."""
+        if x not in self.identities:
+            elements, maker = None if x.key else elements_of(x), x.maker
+            if elements is not None:
+                self.identities[x] = (x.shape, x.dtype, elements.tobytes())
+            elif maker is None or x.shape or maker.bodies:
+                self.identities[x] = x
+            else:
+                self.identities[x] = (maker.kind, x.dtype, str(maker.params), *map(self.identity, maker.ins))
+        return self.identities[x]
+
+    def identify(self, eqn: Any, own: Sequence[Var], given: Sequence[Var]) -> None:
+        """Identify the slices and counters among a scan body's arguments `own`; the scan's operands are `given`."""
+        p, jaxpr = eqn.params, eqn.params["jaxpr"].jaxpr
+        carries, inside = int(p["num_carry"]), jaxpr.invars[p["num_consts"] :]
+        for x, stack in zip(own[carries:], given[carries:], strict=True):
+            whole = self.identity(stack)
+            self.identities[x] = whole[1] if isinstance(whole, tuple) and whole[0] == "stack" else ("slice", whole)
+        sums = {e.outvars[0]: e.invars for e in jaxpr.eqns if e.primitive.name == "add"}
+        for x, first, v, result in zip(own[:carries], given, inside, jaxpr.outvars, strict=False):
+            a, b = (None, None) if hasattr(result, "val") else sums.get(result, (None, None))
+            if a is v and hasattr(b, "val") and not x.shape:
+                self.identities[x] = ("counter", self.identity(first), p["length"], p["reverse"], str(b))
+
+    def stack(self, bodys: Sequence[Var], stacks: Sequence[Any]) -> None:
+        """Identify the stacks of a body's results."""
+        for y, whole in zip(bodys, stacks, strict=False):
+            if isinstance(whole, Var):
+                self.identities[whole] = ("stack", self.identity(y))
+
+    def add(self, step: CodeStep, levels: Sequence[Level]) -> list[Var] | None:
+        """Results of a step that reads keys: of an equal one, or of this one, which is added; None if refused."""
+        params = () if step.kind.startswith("jit:") else tuple((k, str(v)) for k, v in sorted(step.params.items()))
+        types = tuple((out.shape, out.dtype) for out in step.outs)
+        identity = (step.kind, types, params, *map(self.identity, step.ins))
+        for level in levels:
+            if identity in level.keyed:
+                return level.keyed[identity]
+        depth = len(levels) - 1
+        while levels[depth].loop and all(x.const is not None or x.level < depth for x in step.ins):
+            depth -= 1
+        if not all(out.key for out in step.outs):
+            # Parts of a differentiated function may contain the bits of a distribution without its name.
+            keys = (self.identity(x) for x in step.ins if x.key)
+            bits = (step.params.get("bit_width", 32), step.outs[0].shape, *keys)
+            kinds = self.drawn.get(bits, frozenset())
+            if step.kind in kinds or (kinds and "random_bits" in {step.kind, *kinds}):
+                return None
+            self.drawn[bits] = kinds | {step.kind}
+        for n, out in enumerate(step.outs):
+            out.level, out.maker, self.identities[out] = depth, step, (identity, n)
+        levels[depth].steps.append(step)
+        levels[depth].keyed[identity] = step.outs
+        return step.outs
