@@ -37,7 +37,9 @@ OF_OTHERS = {
     "mean": "mtf.reduce_mean",
     "min": "mtf.reduce_min",
     "placeholder": "mtf.input",
+    "name_scope": "mtf.scope(name)",
     "sum": "mtf.reduce_sum",
+    "variable_scope": "mtf.scope(name, reuse=True)",
     "tensor": "mtf.constant or mtf.input",
     "zeros_like": "mtf.zeros(x.shape, x.dtype)",
 }
@@ -209,8 +211,10 @@ def of_module(name: str, public: Collection[str]) -> str:
 OF_ARGUMENTS = {
     "axis": "dims go by name: reduced_dim=, output_shape= or dim=",
     "dims": "dims go by name: reduced_dim=, output_shape= or dim=",
+    "is_training": "give dropout=0, the default, in evaluation",
     "keepdims": "dims that are gone come back by name, without ones",
     "mesh": "operations know no mesh: mtf.lower(y, mesh=..., layout=...)",
+    "momentum": "write decay=, of the moving averages",
     **dict.fromkeys(
         ("variable_dtype", "master_dtype", "slice_dtype", "activation_dtype"),
         "write numerics=mtf.Numerics(variable, slice, activation)",

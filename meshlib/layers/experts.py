@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NoReturn
 
 from layouts import Dimension, Shape
 from meshlib.core.arguments import at, choice, flag
@@ -72,6 +73,9 @@ class Mixture:
     z_loss: Tensor
     dropped: Tensor
     load: Tensor
+
+    def __iter__(self) -> NoReturn:
+        raise GraphError("moe returns one Mixture y, not a pair; write y.values, and mtf.reduce_mean(y.loss)")
 
 
 def moe(

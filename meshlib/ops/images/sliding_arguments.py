@@ -60,7 +60,8 @@ def _per_dim(
         return [(d, value) for d in dims]
     given = items(value, what, argument)
     if len(given) != len(dims):
-        raise ShapeError(f"{at(what)}: {argument} must have {len(dims)} entries, one per dim, got {value!r:.80}")
+        rest = "; leave out those of batch and channels" if len(given) == len(dims) + 2 else ""
+        raise ShapeError(f"{at(what)}: {argument} must have {len(dims)} entries, one per dim, got {value!r:.80}{rest}")
     return list(zip(dims, given, strict=True))
 
 
