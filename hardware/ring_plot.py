@@ -66,7 +66,7 @@ def _axes(ax: Any, n: int) -> Any:
         try:
             from matplotlib.figure import Figure
         except ImportError:
-            raise HardwareError("RingRun.plot needs matplotlib: pip install matplotlib") from None
+            raise HardwareError("RingRun.plot needs matplotlib: pip install 'meshlib-tpu[plot]'") from None
         return Figure(figsize=(2.4 + n, 1.2 + n)).add_subplot()
     if not callable(getattr(ax, "add_patch", None)):
         raise HardwareError(f"RingRun.plot: ax must be matplotlib Axes, got {type(ax).__name__} {ax!r:.80}")

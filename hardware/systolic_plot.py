@@ -86,7 +86,7 @@ def save_run(run: Run, path: Path, shadow: bool) -> tuple[Path, ...]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise HardwareError("saving a run needs matplotlib; install it with: pip install matplotlib") from None
+        raise HardwareError("saving a run needs matplotlib; pip install 'meshlib-tpu[plot]'") from None
     figure = Figure(figsize=(1.6 * columns + 2.4, 1.3 * rows + 1.8))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -118,7 +118,7 @@ def _axes(ax: Any, rows: int, columns: int) -> Any:
         try:
             from matplotlib import pyplot
         except ImportError:
-            raise HardwareError("State.plot needs matplotlib: pip install matplotlib") from None
+            raise HardwareError("State.plot needs matplotlib: pip install 'meshlib-tpu[plot]'") from None
         return pyplot.figure(figsize=(2 + columns, 2 + rows)).add_subplot()
     if not callable(getattr(ax, "add_patch", None)):
         raise HardwareError(f"State.plot: ax must be matplotlib Axes, got {type(ax).__name__} {ax!r:.80}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from meshlib.command.output import coloured, say, say_json
+from meshlib.command.output import say, say_json, say_verdict
 from meshlib.core.errors import GraphError
 from meshlib.core.text import seconds_text
 from meshlib.searching.arrivals import Arrivals
@@ -56,9 +56,9 @@ def print_load(args: argparse.Namespace, result: Serving, notes: Sequence[str]) 
         if milliseconds is not None
     )
     if fleet is None:
-        print(coloured(f"{name}{asked}: NOT SERVED by any number of these slices", False))
+        say_verdict(f"{name}{asked}: NOT SERVED by any number of these slices", False)
     else:
-        print(coloured(f"{name}{asked}", True))
+        say_verdict(f"{name}{asked}", True)
         say("\n".join([f"  slices     {fleet}*", *_about(fleet.load)]))
     say("\n".join(["", str(result), *notes]))
     return code

@@ -77,8 +77,8 @@ def answer(as_json: bool, figures: Callable[[], object], text: Callable[[], obje
         say(text())
 
 
-def coloured(text: str, good: bool) -> str:
-    """Text in green or red, if the output is a terminal and NO_COLOR is not set (https://no-color.org)."""
-    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return text
-    return f"{GREEN if good else RED}{text}{PLAIN}"
+def say_verdict(text: str, good: bool) -> None:
+    """Print text as `say`, in green or red if the output is a terminal without NO_COLOR (https://no-color.org)."""
+    plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    for part in folded(text, terminal_width()):
+        print(part if plain else f"{GREEN if good else RED}{part}{PLAIN}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hardware.slices import Slice
 from meshlib.command.choices import is_maxtext
-from meshlib.command.output import answer, coloured, say, say_json, writable
+from meshlib.command.output import answer, say, say_json, say_verdict, writable
 from meshlib.command.plan import PlannedLayout, WholeRunOptions, json_of, next_commands, planned, plans_of, text_of
 from meshlib.command.subject import (
     Subject,
@@ -58,7 +58,7 @@ def plan(args: argparse.Namespace) -> int:
         say_json({**json_of(subject, where, plans), **({} if compiled is None else {"compiled": compiled.as_json()})})
         return GOOD if fits else FAILED
     first, _, rest = text_of(subject, where, plans).partition("\n")
-    print(coloured(first, fits))
+    say_verdict(first, fits)
     say(rest)
     if search_result is not None:
         say(f"\n{search_result}")

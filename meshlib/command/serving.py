@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hardware.slices import Slice
 from meshlib.command.choices import is_maxtext
 from meshlib.command.load import load_of, print_load
-from meshlib.command.output import coloured, say, say_json
+from meshlib.command.output import say, say_json, say_verdict
 from meshlib.command.subject import slice_of, subject_of
 from meshlib.core.compiler import COMPILERS
 from meshlib.core.errors import GraphError
@@ -43,7 +43,7 @@ def serve(args: argparse.Namespace) -> int:
     if args.json:
         say_json({"best": None if best is None else _entry(best), "points": [_entry(p) for p in result.points]})
         return GOOD if best is not None else FAILED
-    print(coloured(_verdict(args, result, best), best is not None))
+    say_verdict(_verdict(args, result, best), best is not None)
     if best is not None:
         say("\n".join(_about(best)))
     say("\n".join(["", str(result), *asked.notes]))

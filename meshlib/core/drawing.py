@@ -50,7 +50,7 @@ def _figure(what: str, size: tuple[float, float]) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise GraphError(f"{what} needs matplotlib: pip install matplotlib") from None
+        raise GraphError(f"{what} needs matplotlib: pip install 'meshlib-tpu[plot]'") from None
     return Figure(figsize=size, layout="constrained")
 
 
@@ -59,7 +59,7 @@ def _pyplot_figure(what: str, size: tuple[float, float]) -> Any:
     try:
         from matplotlib import pyplot
     except ImportError:
-        raise GraphError(f"{what} needs matplotlib: pip install matplotlib") from None
+        raise GraphError(f"{what} needs matplotlib: pip install 'meshlib-tpu[plot]'") from None
     return pyplot.figure(figsize=size, layout="constrained")
 
 

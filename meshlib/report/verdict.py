@@ -46,7 +46,8 @@ def _cards(est: Estimate) -> list[tuple[str, str, str, str]]:
     """(name, figure as HTML, caption, link) of each card."""
     m, shares = est.memory, sorted(est.bound_seconds.items(), key=lambda item: -item[1])
     step = est.step_seconds or 1.0
-    share = f"{m.peak_bytes / m.capacity_bytes:.0%} {EXACT}"
+    percent = 100 * m.peak_bytes / m.capacity_bytes
+    share = f"{percent:.{0 if percent >= 1 else 3}f}% {EXACT}"
     sizes = f"{bytes_text(m.peak_bytes)} of {bytes_text(m.capacity_bytes)}"
     bound = ", ".join(f"{name} {seconds / step:.0%}" for name, seconds in shares[:3] if seconds)
     waits = f"{text(seconds_text(est.exposed_comm_seconds))} {MODELLED}"
@@ -54,7 +55,7 @@ def _cards(est: Estimate) -> list[tuple[str, str, str, str]]:
     cards = [
         ("memory", share, sizes, "#memory"),
         ("step", f"{text(seconds_text(est.step_seconds))} {MODELLED}", _rate(est), "#timeline"),
-        ("MFU", f"{est.mfu:.1%} {MODELLED}", f"{est.hfu:.1%} with recomputation", "#roofline"),
+        ("MFU", f"{est.mfu:.1%} {MODELLED}", _of_peak(est), "#roofline"),
         ("bound by", f"{text(shares[0][0])} {MODELLED}", bound, "#timeline"),
         ("waits for collectives", waits, sent, "#collectives"),
     ]
@@ -62,6 +63,10 @@ def _cards(est: Estimate) -> list[tuple[str, str, str, str]]:
         price = f"for 1,000 steps at {usd_text(est.slice.usd_per_hour)} an hour{_token_cost(est)}"
         cards.append(("cost", f"{text(usd_text(est.usd(1000)))} {MODELLED}", price, "#about"))
     return cards
+
+
+def _of_peak(est: Estimate) -> str:
+    return "of the bf16 peak" if est.hfu == est.mfu else f"{est.hfu:.1%} with recomputation"
 
 
 def _rate(est: Estimate) -> str:

@@ -145,9 +145,9 @@ class ServedLoad:
         return read, decoded
 
     @property
-    def busy_share(self) -> float:
-        """Share of time in which the slice is busy; with two slices, the busier one."""
-        return max(self.utilisation) if self.separate else sum(self.utilisation)
+    def request_seconds(self) -> float:
+        """Mean time from arrival to last token."""
+        return float(np.mean(self.last - self.arrivals.seconds))
 
     @property
     def wait_seconds(self) -> float:

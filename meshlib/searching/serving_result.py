@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -140,15 +140,16 @@ class Serving(Shown):
     def load_within(
         self, first_token_seconds: float | None = None, token_seconds: float | None = None
     ) -> ServedLoad | None:
-        """The layout of lowest utilisation that keeps up with the load and meets the limits for 99 % of requests.
+        """The layout under which requests complete soonest on the mean, of those that keep up and meet the limits.
+
+        99 % of requests must meet them.
 
         Args:
           first_token_seconds: limit on the first token. token_seconds: limit on the mean of a request's other tokens.
         Returns: the load under that layout; None if there is none.
           Modelled.
         """
-        good = [load for load in self.loads if load.within(first_token_seconds, token_seconds)]
-        return min(good, key=lambda load: load.busy_share, default=None)
+        return _soonest(self.loads, first_token_seconds, token_seconds)
 
     def fleet(self, first_token_seconds: float | None = None, token_seconds: float | None = None) -> Fleet | None:
         """The fewest slices that serve the load in equal shares within the limits of `load_within`.
@@ -160,8 +161,7 @@ class Serving(Shown):
         def served(count: int) -> ServedLoad | None:
             if count not in tried:
                 shares = (load.scaled(1 / count) for load in self.loads)
-                good = [load for load in shares if load.within(first_token_seconds, token_seconds)]
-                tried[count] = min(good, key=lambda load: load.busy_share, default=None)
+                tried[count] = _soonest(shares, first_token_seconds, token_seconds)
             return tried[count]
 
         high = 1
@@ -277,6 +277,14 @@ class Serving(Shown):
     def _coordinates(self, points: Sequence[ServingPoint]) -> tuple[list[float], list[float]]:
         chips = self.slice.chips
         return [1e3 * p.token_seconds for p in points], [p.tokens_per_second / chips for p in points]
+
+
+def _soonest(
+    loads: Iterable[ServedLoad], first_token_seconds: float | None, token_seconds: float | None
+) -> ServedLoad | None:
+    """Of the loads within the limits, the one whose requests complete soonest on the mean; None if there is none."""
+    good = [load for load in loads if load.within(first_token_seconds, token_seconds)]
+    return min(good, key=lambda load: load.request_seconds, default=None)
 
 
 def _fits_none(name: str, most: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -426,12 +427,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_colours_are_for_terminals_without_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
     from meshlib.command import output
 
-    monkeypatch.setattr(output.sys, "stdout", type("Terminal", (), {"isatty": lambda self: True})())
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(output.sys, "stdout", terminal)
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert output.coloured("fits", True) == "\033[32;1mfits\033[0m"
+    output.say_verdict("fits", True)
     monkeypatch.setenv("NO_COLOR", "1")
-    assert output.coloured("fits", True) == "fits"
+    output.say_verdict("fits", True)
+    assert terminal.getvalue() == "\033[32;1mfits\033[0m\nfits\n"
 
 
 @pytest.mark.parametrize("line", ["a" * 200, "  layout  " + "a:b;" * 60, "words " * 50, "x " + "path/" * 50, ""])

@@ -10,6 +10,7 @@ import pytest
 
 import meshlib as mtf
 from meshlib.searching.served_load import ServedLoad, StepSeconds, between, serve_load
+from meshlib.searching.serving_result import _soonest
 from tests.command.test_command import run
 
 ONE = StepSeconds(decode=((1, 0.01),), prefill=((100, 0.5),))
@@ -199,6 +200,14 @@ def test_serving_simulates_the_load_with_its_own_estimates() -> None:
     assert apart.steps.transfer == pytest.approx(12 * 2 * 768 * 4 / 3.125e9)
 
 
+def test_the_best_layout_completes_requests_soonest() -> None:
+    load = mtf.Arrivals(5.0, prompts=4, outputs=40, requests=50)
+    quick, slow = (serve_load("", StepSeconds(((1, t), (8, t)), ((4, 0.05),)), load) for t in (0.01, 0.04))
+    assert quick.request_seconds == np.mean(quick.last - load.seconds) < slow.request_seconds
+    assert _soonest([slow, quick], None, None) is quick
+    assert _soonest([slow, quick], None, 0.001) is None
+
+
 def test_a_fleet_is_the_fewest_slices_that_are_fast_enough() -> None:
     found = served(2_000.0)
     goals = {"first_token_seconds": 0.2, "token_seconds": 0.01}
@@ -219,7 +228,9 @@ def test_the_command_says_how_many_slices(capsys: pytest.CaptureFixture[str]) ->
     )
     code, out, _ = run(*arguments.split(), capsys=capsys)
     assert code == 0
-    assert "gpt2 on v5e-1: 300 requests/s, prompts of 100 tokens, outputs of 20, first tokens within 500 ms" in out
+    verdict = "gpt2 on v5e-1: 300 requests/s, prompts of 100 tokens, outputs of 20, first tokens within 500 ms"
+    assert out.replace("\n    ", " ").startswith(verdict)
+    assert max(map(len, out.splitlines())) <= 80
     assert " x v5e-1 = " in out
     code, _, err = run("serve", "gpt2", "--slice", "v5e-1", "--prompts", "100", capsys=capsys)
     assert code != 0
