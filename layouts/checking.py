@@ -194,11 +194,11 @@ def _with_tensors(fault: Fault, labels: tuple[str, ...]) -> str:
     return fault.text if fault.of_rule else f"{fault.text} In: {some(labels)}."
 
 
-def some(labels: Sequence[str]) -> str:
+def some(labels: Sequence[object], most: int = SHOWN_TENSORS) -> str:
     """The first few items of a list, and the number of the others.
 
-    >>> some(["a", "b", "c", "d"])
-    'a, b, c and 1 more'
+    >>> some(["a", "b", "c", "d"]), some(["a", "b", "c"], 1)
+    ('a, b, c and 1 more', 'a and 2 more')
     """
-    more = f" and {len(labels) - SHOWN_TENSORS} more" if len(labels) > SHOWN_TENSORS else ""
-    return f"{', '.join(labels[:SHOWN_TENSORS])}{more}"
+    more = f" and {len(labels) - most} more" if len(labels) > most else ""
+    return f"{', '.join(map(str, labels[:most]))}{more}"

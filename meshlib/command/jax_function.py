@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import meshlib.jax as real
 from layouts import Dimension
+from layouts.checking import some
 from meshlib.core.errors import GraphError, nearest
 from meshlib.core.graph import Graph, Operation
 from meshlib.core.replay import all_operations
@@ -168,9 +169,8 @@ def dims_text(graph: Graph) -> str:
     """The dims of a program, largest first in each kind, with sizes and origins."""
     rows = [("dim", "size", "where from")]
     for d, places in _places(graph).items():
-        shown = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
         named = graph.named_dims is not None and d in graph.named_dims
-        rows.append((d.name, f"{d.size:,}", f"{'named by you: ' if named else ''}{shown}"))
+        rows.append((d.name, f"{d.size:,}", f"{'named by you: ' if named else ''}{some(places)}"))
     return "\n".join(grid(rows, right=(1,)))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from layouts.checking import some
 from meshlib.core.arguments import at, examples_of
 from meshlib.core.errors import DataError, FeedError, nearest
 from meshlib.core.file_versions import at_one_moment
@@ -360,8 +361,7 @@ def _source_name(paths: Paths) -> str:
     """The name of the source in messages and in the state of an iterator."""
     if isinstance(paths, str | os.PathLike):
         return os.path.basename(os.fspath(paths)) or os.fspath(paths)
-    names = [os.path.basename(os.fspath(p)) for p in paths]
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    return some([os.path.basename(os.fspath(p)) for p in paths], 1)
 
 
 def _checked(name: str, data: Data) -> Data:

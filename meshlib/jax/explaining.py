@@ -13,6 +13,7 @@ from hardware.network import Demand, collective_cost
 from hardware.placement import Placement
 from hardware.slices import Slice
 from layouts import Mesh
+from layouts.checking import some
 from layouts.step_kinds import STEP_KINDS
 from meshlib.core.compiler import XLA_TPU
 from meshlib.core.errors import GraphError, ProgramError, SliceError
@@ -151,10 +152,9 @@ class Explained:
 
 def _cells(c: ExplainedCollective) -> tuple[str, ...]:
     count = "?" if c.count is None else f"{c.count:,}"
-    more = f" and {len(c.operands) - 1} more" if len(c.operands) > 1 else ""
     time = "?" if c.total_seconds is None else seconds_text(c.total_seconds)
     over = "?" if c.axes is None else "+".join(c.axes) or "-"
-    return c.kind, over, bytes_text(c.total_bytes), count, time, c.source or "?", c.operands[0] + more
+    return c.kind, over, bytes_text(c.total_bytes), count, time, c.source or "?", some(c.operands, 1)
 
 
 def _more(c: ExplainedCollective) -> str:

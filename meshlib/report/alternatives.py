@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshlib.core.text import bytes_text, seconds_text
-from meshlib.report.markup import EXACT, MODELLED, folded, paragraph, section, table, text
+from meshlib.report.markup import EXACT, MODELLED, folding_table, paragraph, section, text
 from meshlib.report.svg import Picture, Scale, binary_ticks
 
 SHOWN, MOST = 12, 200
@@ -53,14 +53,9 @@ def alternatives(options: Sequence[Alternative], capacity_bytes: float, certific
     rows = [_row(n, a) for n, a in enumerate(options[:MOST], start=1)]
     ids = [f"alternative-{n}" for n in range(1, len(rows) + 1)]
     head = ("", f"step {MODELLED}", f"peak {EXACT}", "", "layout", "choices", "why not")
-    first = table(head, rows[:SHOWN], (0, 1, 2), ids[:SHOWN], True, (4, 6))
-    rest = (
-        folded(f"{len(rows) - SHOWN} more", table(head, rows[SHOWN:], (0, 1, 2), ids[SHOWN:], True, (4, 6)))
-        if rows[SHOWN:]
-        else ""
-    )
+    listed = folding_table(head, rows, SHOWN, "", (0, 1, 2), ids, sortable=True, long=(4, 6))
     proof = paragraph(text(certificate)) if certificate else ""
-    return section("alternatives", "Alternatives", scatter(options, capacity_bytes), proof, first, rest)
+    return section("alternatives", "Alternatives", scatter(options, capacity_bytes), proof, listed)
 
 
 def scatter(options: Sequence[Alternative], capacity_bytes: float, linked: bool = True) -> str:

@@ -18,7 +18,7 @@ from meshlib.program.views.listing import listing
 from meshlib.report.alternatives import scatter
 from meshlib.report.collectives import causes_of
 from meshlib.report.links import PageAnchors
-from meshlib.report.markup import EXACT, MODELLED, folded, legend, paragraph, table, tag, text
+from meshlib.report.markup import EXACT, MODELLED, folded, folding_table, legend, paragraph, table, tag, text
 from meshlib.report.memory import area, live_table
 from meshlib.report.page import asset
 from meshlib.report.ranked import alternatives_of
@@ -80,18 +80,10 @@ def _graph(graph: Graph) -> str:
         [
             paragraph(text(repr(graph))),
             folded("inputs", table(("input", "type"), given), is_open=True) if given else "",
-            _rows(("variable", "type", "elements"), stored, "variables", (2,)),
+            folding_table(("variable", "type", "elements"), stored, ROWS, " variables", (2,)),
             paragraph(f"operations: {text(kinds)}"),
         ]
     )
-
-
-def _rows(head: Sequence[str], rows: Sequence[Sequence[str]], title: str, right: Sequence[int] = ()) -> str:
-    """A table that shows its first rows and folds the others."""
-    if not rows:
-        return ""
-    rest = folded(f"{len(rows) - ROWS} more {title}", table(head, rows[ROWS:], right)) if rows[ROWS:] else ""
-    return table(head, rows[:ROWS], right) + rest
 
 
 @content.register
@@ -139,8 +131,7 @@ def _collectives(collectives: Collectives) -> str:
             f"{text(c.tensor)}{more}, {text(c.source)}<br>{text(c.reason)}{avoid}",
         ))  # fmt: skip
     head = ("collective", "phase", f"sent {EXACT}", "largest, why, and how to avoid it")
-    rest = folded(f"{len(rows) - ROWS} more causes", table(head, rows[ROWS:], (2,), long=(3,))) if rows[ROWS:] else ""
-    return table(head, rows[:ROWS], (2,), long=(3,)) + rest
+    return folding_table(head, rows, ROWS, " causes", (2,), long=(3,))
 
 
 @content.register
@@ -230,7 +221,7 @@ def _serving(serving: Serving) -> str:
     head = ("layout", "batch", f"a token {MODELLED}", f"tokens/s {MODELLED}", f"1 M tokens {MODELLED}",
             f"prefill {MODELLED}", f"peak {EXACT}")  # fmt: skip
     summary = paragraph(f"{text(repr(serving))}; bold is the frontier of latency and throughput")
-    return summary + _latency_picture(serving) + _rows(head, rows, "points", range(1, 7))
+    return summary + _latency_picture(serving) + folding_table(head, rows, ROWS, " points", range(1, 7))
 
 
 def _serving_row(p: ServingPoint, best: bool) -> tuple[str, ...]:
@@ -272,7 +263,9 @@ def _session(session: Session) -> str:
         for p in session.programs
     ]
     summary = paragraph(text(repr(session)))
-    return summary + _rows(("mesh", "layout", f"sent by a core {EXACT}", "collectives"), rows, "programs", (2, 3))
+    return summary + folding_table(
+        ("mesh", "layout", f"sent by a core {EXACT}", "collectives"), rows, ROWS, " programs", (2, 3)
+    )
 
 
 @content.register
@@ -282,4 +275,4 @@ def _simulation(sim: Simulation) -> str:
         for name, v in sim.program.variables.items()
     ]
     head = ("variable", "type", "split", f"on each core {EXACT}")
-    return paragraph(text(repr(sim))) + _rows(head, rows, "variables", (3,))
+    return paragraph(text(repr(sim))) + folding_table(head, rows, ROWS, " variables", (3,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
+from typing import Any
 
 _TAGS = re.compile(r"<[^>]*>")
 EXACT = '<span class="mark" title="exact: counted for this program">=</span>'
@@ -69,6 +70,28 @@ def table(
     inner = tag("thead", line(head, "th", [])) + tag("tbody", "\n".join(body))
     container = "scroll stacked" if long else "scroll"
     return tag("div", tag("table", inner, class_="sortable" if sortable else None), class_=container)
+
+
+def folding_table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    shown: int,
+    what: str,
+    right: Sequence[int] = (),
+    ids: Sequence[str | None] = (),
+    **options: Any,
+) -> str:
+    """A table whose rows after the first `shown` are folded under "N more" and `what`; "" without rows.
+
+    Args:
+      head, rows, right, ids, options: as `table`.
+    """
+    if not rows:
+        return ""
+    first = table(head, rows[:shown], right, ids[:shown], **options)
+    if not rows[shown:]:
+        return first
+    return first + folded(f"{len(rows) - shown} more{what}", table(head, rows[shown:], right, ids[shown:], **options))
 
 
 def section(anchor: str, title: str, *parts: str) -> str:

@@ -11,7 +11,7 @@ from meshlib.core.text import bytes_text, seconds_text
 from meshlib.estimation import Estimate
 from meshlib.program.analysis.memory import KINDS, Live, likeness
 from meshlib.report.links import PageAnchors
-from meshlib.report.markup import EXACT, folded, legend, paragraph, section, table, text
+from meshlib.report.markup import EXACT, folding_table, legend, paragraph, section, text
 from meshlib.report.svg import Picture, Scale, binary_ticks
 
 COLUMNS = 400  # moments that a picture can resolve
@@ -142,10 +142,4 @@ def live_table(buffers: Sequence[Live], anchors: PageAnchors) -> str:
         kind = f'<i class="key k-{KINDS.index(live.kind)}"></i>{text(live.kind)}'
         rows.append((text(bytes_text(live.bytes)), kind, name, text(live.type), text(live.source)))
     head = (f"bytes {EXACT} each", "kind", "tensor", "type, with what it is split over", "line")
-    first = table(head, rows[:SHOWN], right=(0,), long=(2, 3), short=(1, 4))
-    rest = (
-        folded(f"{len(rows) - SHOWN} more buffers", table(head, rows[SHOWN:], right=(0,), long=(2, 3), short=(1, 4)))
-        if rows[SHOWN:]
-        else ""
-    )
-    return first + rest
+    return folding_table(head, rows, SHOWN, " buffers", (0,), long=(2, 3), short=(1, 4))

@@ -9,7 +9,7 @@ from meshlib.core.text import bytes_text, count_text, seconds_text
 from meshlib.estimation import Estimate
 from meshlib.estimation.views.profile import UNITS, ProfilePart
 from meshlib.report.links import PageAnchors
-from meshlib.report.markup import EXACT, MODELLED, folded, paragraph, section, table, tag, text
+from meshlib.report.markup import EXACT, MODELLED, folding_table, paragraph, section, tag, text
 
 SHOWN, MOST = 25, 400  # rows that are not folded away, and rows in all
 
@@ -34,16 +34,10 @@ def operations(est: Estimate, anchors: PageAnchors) -> str:
         "operation", "kind", "phase", f"time {MODELLED}", f"of the step {MODELLED}", "bound by", f"flops {EXACT}",
         f"HBM or sent {EXACT}", "line",
     )  # fmt: skip
-    right = (3, 4, 6, 7)
-    first = table(head, rows[:SHOWN], right, ids[:SHOWN], sortable=True, long=(0,))
-    rest = ""
-    if rows[SHOWN:]:
-        title = f"{len(rows) - SHOWN} more operations" + (
-            f" of {len(anchors.rows) - SHOWN:,}" if len(anchors.rows) > MOST else ""
-        )
-        rest = folded(title, table(head, rows[SHOWN:], right, ids[SHOWN:], sortable=True, long=(0,)))
+    of_all = f" of {len(anchors.rows) - SHOWN:,}" if len(anchors.rows) > MOST else ""
+    listed = folding_table(head, rows, SHOWN, f" operations{of_all}", (3, 4, 6, 7), ids, sortable=True, long=(0,))
     caption = paragraph("Every second of the step is attributed to one operation, so the column adds up to the step.")
-    return section("operations", "Operations", caption, first, rest)
+    return section("operations", "Operations", caption, listed)
 
 
 def _row(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from layouts.checking import some
 from meshlib.core.errors import ProgramError
 from meshlib.core.text import bytes_text, grid
 
@@ -145,11 +146,9 @@ class Verification:
 
     def __str__(self) -> str:
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
-        rest = len(self.compared) - NAMED
-        compared = f"{', '.join(self.compared[:NAMED])}{f' and {rest} more' if rest > 0 else ''}"
         lines = [
             self._head(),
-            f"compared in {steps}: {compared}",
+            f"compared in {steps}: {some(self.compared, NAMED)}",
             f"{self.executor} executor, precision {self.precision}, seed {self.seed}",
             *(f"note: {n}" for n in self.notes),
             *(f"refused by the lowering: {r}" for r in self.refused),

@@ -177,7 +177,7 @@ def test_reasons_that_differ_in_the_axes_alone_are_given_once(data: Program, two
 
 
 def test_wrong_arguments(data: Program) -> None:
-    with pytest.raises(mtf.GraphError, match=r"program_b must be a program from mtf.lower, got str 'x'"):
+    with pytest.raises(mtf.GraphError, match=r"program_b: expected a program from mtf.lower, got str 'x'"):
         mtf.compare(data, "x")
 
 

@@ -19,7 +19,7 @@ from meshlib.core.drawing import Panel, plotted
 from meshlib.core.errors import GraphError
 from meshlib.core.shown import Shown
 from meshlib.core.source_lines import UNKNOWN_LINE
-from meshlib.core.text import clipped, grid, seconds_text, wrapped
+from meshlib.core.text import clipped, ending, grid, seconds_text, wrapped
 from meshlib.estimation.time.attribution import divided
 from meshlib.estimation.time.scheduling import Event, StepSchedule
 from meshlib.estimation.work.plan import kernels_of
@@ -258,7 +258,7 @@ class Profile(Shown):
         parts = [p for p in self.by(view) if p.total_seconds or p.measured_seconds]
         shown, rest = (parts, []) if rows is None else (parts[:rows], parts[rows:])
         units = [u for u in UNITS if self.seconds[u]]
-        cells = [self._head(title, units), *(self._cells(_short(p.name), [p], units) for p in shown)]
+        cells = [self._head(title, units), *(self._cells(ending(p.name, NAME), [p], units) for p in shown)]
         if rest:
             cells.append(self._cells(f"... {len(rest)} more", rest, units))
         return grid(cells, right=range(1, len(cells[0])))
@@ -401,11 +401,6 @@ def _busy(event: Event) -> list[tuple[str, float]]:
         inside = max((s for place, s in event.cost.busy_seconds if place != DCN), default=0.0)
         return [("ICI", inside), ("DCN", sum(s for place, s in event.cost.busy_seconds if place == DCN))]
     return [("host", event.seconds)]
-
-
-def _short(name: str) -> str:
-    """The end of a scoped name, its most specific part."""
-    return name if len(name) <= NAME else f"...{name[3 - NAME :]}"
 
 
 def _key(part: ProfilePart, view: str) -> str:

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from layouts import Sharding
-from meshlib.core.errors import GraphError
+from layouts.checking import some
 from meshlib.core.graph import BACKWARD, FORWARD, UPDATE, Tensor
 from meshlib.core.opdef import Kind
 from meshlib.core.text import bytes_text, grid
 from meshlib.program.analysis.work import local_work
 from meshlib.program.instructions import Value
-from meshlib.program.records import Collective, Program, walk
+from meshlib.program.records import Collective, Program, require_program, walk
 from meshlib.program.views.plan_changes import Replanned, plan_notes, replanned
 
 __all__ = ["CollectivePair", "ComparedWork", "Comparison", "Laid", "Replanned", "compare"]
@@ -255,10 +255,7 @@ def compare(program_a: Program, program_b: Program) -> Comparison:
       [('w', 'whole', 'd@p')]
     """
     for name, program in (("program_a", program_a), ("program_b", program_b)):
-        if not isinstance(program, Program):
-            raise GraphError(
-                f"compare: {name} must be a program from mtf.lower, got {type(program).__name__} {program!r:.80}"
-            )
+        require_program(program, f"compare: {name}")
     return Comparison(program_a, program_b)
 
 
@@ -301,9 +298,7 @@ def _group(t: Tensor) -> str:
 
 
 def _names(members: Sequence[Laid]) -> str:
-    names = [f"{t.label} {t.type}" if len(members) == 1 else t.label for t in members[:SHOWN_NAMES]]
-    more = f" and {len(members) - SHOWN_NAMES} more" if len(members) > SHOWN_NAMES else ""
-    return ", ".join(names) + more
+    return some([f"{t.label} {t.type}" if len(members) == 1 else t.label for t in members], SHOWN_NAMES)
 
 
 # ---------------------------------------------------------------- collectives

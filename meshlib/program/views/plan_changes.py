@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from layouts.checking import some
 from meshlib.core.graph import Operation
 from meshlib.program.instructions import Compute
 from meshlib.program.records import Program, walk
@@ -45,9 +46,7 @@ def plan_notes(changes: Sequence[Replanned]) -> tuple[str, ...]:
         alike.setdefault((x.phase, x.a, x.b), []).append(x)
     notes = []
     for (phase, before, after), members in alike.items():
-        more = f" and {len(members) - SHOWN} more" if len(members) > SHOWN else ""
-        names = ", ".join(map(str, members[:SHOWN])) + more
-        notes.append(f"{phase}: {_split(after)} in b, {_split(before)} in a: {names}")
+        notes.append(f"{phase}: {_split(after)} in b, {_split(before)} in a: {some(members, SHOWN)}")
     return tuple(notes)
 
 
