@@ -33,16 +33,21 @@ class Chip:
     """Figures of one chip. Rates and sizes are per chip unless the name says otherwise.
 
     Attributes:
-      name_counts: what the number in a slice name counts, "cores" or "chips".
-      wrap_axis: the one axis length that has a wrap-around link; wrap_cube: instead, all axes wrap in slices of whole
-        cubes of this edge; twists: whether such slices of k x k x 2k and k x 2k x 2k can be twisted.
-      *_efficiency: share of a nominal rate that programs reach.
-      hbm_bytes: HBM as built, of which the runtime keeps hbm_reserved_bytes.
-      not_offered_chips: slice sizes that fit the pod but are not offered; longer_boxes: slices of whole cubes with a
-        side longer than the pod's.
-      aliases: other names; device_kinds: names in JAX; compiler_name, compiler_config: names in the TPU compiler.
-      sparse_cores_per_chip: SparseCores that can run a program's collectives.
-      attention_*: kernels of fused attention's backward pass; (queries, keys) of a tile by kind of pass.
+      name_counts: whether the number in a slice's name counts "cores" or "chips".
+      wrap_axis: the axis length at which the ends of an axis are linked into a ring; None if no length is.
+      wrap_cube: edge of a cube of chips; in slices that are built of whole cubes, every axis is a ring.
+      twists: whether slices of k x k x 2k and k x 2k x 2k chips can be twisted.
+      *_efficiency: share of the nominal rate that programs reach.
+      hbm_bytes: HBM as built; the runtime reserves hbm_reserved_bytes of it.
+      not_offered_chips: numbers of chips that fit the pod, but are not offered as slices.
+      longer_boxes: offered slices of whole cubes with a side longer than the pod's.
+      aliases: other names of the chip.
+      device_kinds: JAX's names of its devices.
+      compiler_name, compiler_config: names of the chip in the TPU compiler.
+      sparse_cores_per_chip: SparseCores, which can run collectives beside the program.
+      attention_backward_kernels: number of kernels in the backward pass of fused attention.
+      attention_tile, attention_window_tile, attention_backward_tile: (queries, keys) of a tile in the forward pass, in
+        the forward pass with a window, and in the backward pass.
 
     Raises: HardwareError on a size that is not a positive integer, or a rate that is not finite.
     Example:

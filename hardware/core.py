@@ -34,11 +34,12 @@ class Matmul:
     """A (batched) matrix product [batch, m, k] x [batch, k, n] on one device.
 
     Attributes:
-      dtype: of the MXU: "bf16", "int8", "fp8", "int4".
-      passes: runs through the MXU: 1, or 6 for float32 at highest precision.
-      taps: window elements of a convolution: products [m, k] x [k, n] with separate weights, which are summed. beside:
-        number of taps that may share the rows of the array, if they fit.
-      packs: whether batch items may share the array along its diagonal (a grouped convolution).
+      dtype: dtype in which the MXU multiplies: "bf16", "int8", "fp8" or "int4".
+      passes: number of passes through the MXU: 1, or 6 for float32 at highest precision.
+      taps: number of window elements of a convolution. Each is a product [m, k] x [k, n] with weights of its own; the
+        products are summed.
+      beside: number of taps that may share the rows of the array, if they fit.
+      packs: whether batch items may share the array along its diagonal, as in a grouped convolution.
 
     Example:
       >>> Matmul(8, 128, 128).flops
@@ -71,9 +72,11 @@ class Work:
     """Work of one operation or fusion group on one device.
 
     Attributes:
-      matmuls: its matrix products; mxu_flops: further MXU work of unknown shape, at full rate.
-      vpu_ops: element operations; vpu_dtype: "float32" or "bfloat16".
-      hbm_bytes: read and written at its boundary.
+      matmuls: its matrix products.
+      mxu_flops: further work of the MXU, of unknown shape and therefore at the full rate.
+      vpu_ops: element operations of the vector unit.
+      vpu_dtype: the dtype of these operations, "float32" or "bfloat16".
+      hbm_bytes: bytes that the operation or group reads from HBM and writes to it.
 
     Raises: HardwareError for a negative or non-finite amount, an unknown dtype, or other matmuls than Matmul.
     Example:

@@ -67,12 +67,15 @@ class Message:
     """A message: a region of one node's memory sent to another node.
 
     Attributes:
-      source, target: nodes; route: the links between them, in order.
-      read, write: regions of the source's and of the target's memory (indices of equal shape).
-      size_bytes: bytes on the wire, whole or fractional.
-      after: numbers, within the plan, of messages that must arrive first.
-      combine: function of the payload and the target's data; None overwrites, np.add adds, ...
-      stage: with barriers, a stage starts when the previous one has ended everywhere.
+      source, target: numbers of the sending and the receiving node.
+      route: the links from the source to the target, in order.
+      read: the region of the source's memory that is sent, as an index of its array.
+      write: the region of the target's memory that is written, of the same shape.
+      size_bytes: bytes on the wire, possibly a fraction.
+      after: numbers of the plan's messages that must have arrived before this one is sent.
+      combine: function of the payload and the target's data, such as np.add; None overwrites the data.
+      stage: number of the message's stage. In a plan with barriers a stage starts once the one before has ended on
+        every node.
     """
 
     source: int
@@ -111,10 +114,11 @@ class Traffic:
     """Result of a simulation.
 
     Attributes:
-      exact_seconds: end of the last arrival; plan_seconds: that of each plan.
-      link_bytes: link number -> bytes carried, links without traffic left out.
-      messages: link crossings (a message over three links counts three times).
-      crossings: each of them, where they are recorded.
+      exact_seconds: when the last message has arrived.
+      plan_seconds: when the last message of each plan has arrived.
+      link_bytes: number of a link -> bytes that it carried; links without traffic are left out.
+      messages: number of link crossings; a message over three links counts three times.
+      crossings: every crossing, if the simulation was asked to record them.
     """
 
     exact_seconds: Fraction

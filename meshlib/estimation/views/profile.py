@@ -50,12 +50,13 @@ class ProfilePart:
     """One entry of a profile. Modelled except `measured_seconds`.
 
     Attributes:
-      name: the operation, or in a view its kind, line or phase.
-      kind: such as "einsum" or "all_reduce"; source: the user's line; phase: "forward", "backward" or "update";
-        "" for a mixture.
-      seconds: time attributed to it, by the limiting unit (`UNITS`).
-      busy_seconds: time in which each unit works on it, overlapped or not.
-      measured_seconds: measured device time, overlapped or not, if available.
+      name: the operation; in a view by kind, line or phase, that kind, line or phase.
+      kind: the kind of operation, such as "einsum" or "all_reduce"; "" for several kinds.
+      source: the user's line; "" for several lines.
+      phase: "forward", "backward" or "update"; "" for several phases.
+      seconds: the part of the step attributed to it, by the unit (`UNITS`) that limits it.
+      busy_seconds: for each unit, the time in which it works on this entry, overlapped or not.
+      measured_seconds: measured device time, overlapped or not; None without a measurement.
     """
 
     name: str
@@ -77,10 +78,11 @@ class Measured:
     """Measured device times of a step, from JAX's profiler. Created by `OnJax.profile`.
 
     Attributes:
-      step_seconds: duration of a step, from feeds to results, under the profiler.
-      seconds: device time, the mean over devices: by name of the instruction, its kind, line and phase.
-      other_seconds: time of work that belongs to no instruction, or ambiguously to several.
-      devices, steps: numbers profiled.
+      step_seconds: duration of a step under the profiler, from feeds to results.
+      seconds: device time, the mean over devices, by (name, kind, line, phase) of the instruction.
+      other_seconds: device time of work that belongs to no instruction, or to one of several.
+      devices: the devices, in words.
+      steps: number of steps profiled.
     """
 
     step_seconds: float
@@ -130,12 +132,14 @@ class Profile(Shown):
 
     Attributes:
       step_seconds: duration of the step.
-      seconds: step time by limiting unit: MXU, VPU, HBM, ICI, DCN, host (its input, copies over PCIe) and latency
-        (launches of kernels and collectives, hops, the fixed cost of a step: no unit works). They add up to the step.
-      busy_seconds: time in which each unit works; for ICI that of the busiest axis.
-      parts: one per operation, by descending time.
-      title: slice, mesh and layout; compiler: the compiler whose schedule is modelled.
-      measured: profile on real devices, or None.
+      seconds: the step's time by the unit that limits it: MXU, VPU, HBM, ICI, DCN, host (preparing input, copies over
+        PCIe), and latency, in which no unit works (launches of kernels and collectives, hops, the fixed cost of a
+        step). The entries add up to `step_seconds`.
+      busy_seconds: for each unit, the time in which it works; for ICI that of the busiest axis.
+      parts: one entry per operation, the longest first.
+      title: slice, mesh and layout in one line.
+      compiler: the compiler whose schedule is modelled.
+      measured: the measured profile of the same step on real devices; None without one.
     """
 
     step_seconds: float

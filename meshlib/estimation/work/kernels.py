@@ -40,25 +40,29 @@ class Kernel:
     """Work of one run of a fusion group on one device.
 
     Attributes:
-      name, opcode, source, region: those of its main operation: the product, else the last one with a stored result.
-      matmuls: its products with bytes per element of rows and columns in HBM; at most one per group.
-      attention: its work of fused attention, if it is one.
-      mxu_flops: executed, all passes of higher precision; useful_flops: one pass of products of the model itself,
-        without duplicates on other devices. Exact.
-      vpu_ops, hbm_bytes: exact, without padding, including recomputation; engines process the padded figures.
-      uses: buffers read and written; kept: for each temporary between kernels that is reused soon, bytes moved between
-        the uses, and its own; resident: for each temporary, peak live bytes of it and of smaller ones, bytes used here,
-        and whether it is read.
-      quantised_bytes: padded traffic of quantising the operands of an eight-bit product, unless already quantised;
-        spared_bytes: the reduction in the product's own reads.
-      at_hand_bytes: padded bytes of operands available from the start: variables, inputs, slices of a loop's stacks;
-        at_hand: whether the operands of its product's rows and columns depend on such values alone.
-      row_bytes: float32 bytes of a block of 8 rows that its reductions run along; sweeps: reductions whose complete
-        results its own members need; read_bytes: padded bytes read.
-      again: for each HBM value that was used recently, bytes moved between the uses, its own, and the bytes spared if
-        it is still on the chip.
-      passes: the compiler's passes of the group, if it is the whole program.
-      free: no kernel runs: inputs, variables, aliases, constants of one element.
+      name, opcode, source, region: those of the group's main operation: its matrix product, else the last operation
+        with a stored result.
+      matmuls: the matrix product, with the bytes per element of its rows' and columns' operands in HBM; at most one.
+      attention: the work of fused attention, if the group is one.
+      mxu_flops: FLOPs that the MXU executes, including all passes of a product at higher precision. Exact.
+      useful_flops: FLOPs of the model itself: one pass, without work duplicated on other devices. Exact.
+      vpu_ops, hbm_bytes: vector operations and HBM traffic, including recomputation, without padding. Exact.
+      padded_vpu_ops, padded_bytes: the same in whole tiles, which is what the engines process.
+      narrow_vpu_ops: the part of `padded_vpu_ops` in bfloat16.
+      free: whether no kernel runs: inputs, variables, aliases, constants of one element.
+      uses: the buffers that the group reads and writes.
+      kept: for each temporary that is used again soon: bytes moved between the two uses, and its own bytes.
+      resident: for each temporary: peak live bytes of it and of smaller ones, bytes used here, whether it is read.
+      quantised_bytes: padded traffic of quantising the operands of an eight-bit product that are not quantised yet.
+      spared_bytes: how much less the product then reads.
+      at_hand_bytes: padded bytes of operands that exist from the start: variables, inputs, slices of a loop's stacks.
+      at_hand: for the product's rows and for its columns, whether their operand depends on such values alone.
+      row_bytes: float32 bytes of a block of 8 rows along which the group reduces.
+      sweeps: number of reductions whose complete result the group itself needs.
+      read_bytes: padded bytes read.
+      again: for each value in HBM that was used recently: bytes moved since then, its own bytes, and the bytes spared
+        if it is still in VMEM.
+      passes: the compiler's passes over the group, if the group is the whole program.
     """
 
     name: str

@@ -17,18 +17,22 @@ class Unit:
     """A fusion group, collective, copy to or from the host, or loop.
 
     Attributes:
-      number: that of its first instruction, which is also the number of the fusion group.
-      inputs, outputs: numbers of external values that it reads, and of its results.
-      moves: priced transfers; exactly one for a collective.
-      kernel: of a fusion group; body, trips: of a loop; active: the share of its work outside the bubbles of a
-        pipeline; host_bytes: bytes copied to or from the host, by direction.
-      branch: the kind of a branch, whose `trips` are the share of enclosing trips in which a device runs it; timing:
-        duration of a loop with such branches.
-      early: a collective that is issued before the last product that it does not depend on.
-      chained: a collective whose result the next product needs, or that no product follows.
-      product: whether it contains a matrix product, fused attention not counted.
-      leads_on: whether it is a product, attention or loop, or one depends on it.
-      closes: gathered operands that no further product of the same window reads.
+      number: number of its fusion group, which its first instruction has too.
+      name, source, region: those of its main operation.
+      inputs, outputs: numbers of the values that it reads from other units, and of its results.
+      moves: its transfers with their prices; a collective has exactly one.
+      kernel: the work of a fusion group; None for other units.
+      body, trips: the plan of a loop's body, and how often the body runs. For a branch, `trips` is the share of the
+        enclosing trips in which a device runs it.
+      active: share of a loop's work that falls outside the bubbles of a pipeline.
+      timing: how the duration of a loop with branches follows from theirs.
+      branch: the kind of a branch; None for other units.
+      host_bytes: direction of a copy to or from the host, and its bytes.
+      early: whether the collective is issued before the last product on which it does not depend.
+      chained: whether the next product needs the collective's result, or no product follows it.
+      product: whether it contains a matrix product; fused attention does not count.
+      leads_on: whether it is a product, attention or loop, or one of these depends on it.
+      closes: gathered operands that no later product of the same window reads.
     """
 
     number: int
