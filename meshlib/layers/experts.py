@@ -128,7 +128,7 @@ def moe(
       `batch:y+x;expert_x:x;expert_y:y;batch_unsplit:y`, where `batch_inner` is the inner name of the groups. With
       "grouped" each device sorts its own tokens (of the batch, and of a sequence that a required rule splits). A rule
       for experts sends rows by an all_to_all to the shards into which it splits them, each with the capacity given by
-      `shard_factor`, by default the worst case, which exceeds the mean by shards / min(choices, experts of a shard);
+      `shard_factor`, by default the worst case: shards * min(choices, experts of a shard) / choices times the mean;
       `length_unsplit`, like `batch_unsplit`, keeps the axes of the length then.
     Raises: ShapeError for dims that clash, sizes that do not divide and a mask that does not fit; GraphError for more
       choices than experts.
