@@ -28,7 +28,7 @@ _AXIS = re.compile(r"'([^']+)'=(\d+)")
 _USED = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _PAIR = re.compile(r"\{(\d+),(\d+)\}")
-_ORDER = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?)?")
+_ORDER = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,8 @@ def replica_groups(attributes: str, devices: int) -> Groups:
     ((0, 2), (1, 3))
     >>> replica_groups(", replica_groups=mesh['a'=2,'b'=2] {'b'}, ...", 4)
     ((0, 1), (2, 3))
+    >>> replica_groups(", replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}, ...", 4)
+    ((0, 2), (1, 3))
     """
     lists = _LISTS.search(attributes)
     if lists is not None:
@@ -162,7 +164,8 @@ def _of_mesh(sizes: str, order: str | None, used: str) -> Groups:
         match = _ORDER.search(order)
         if match is None:
             raise ProgramError(f"explain: device order in a notation that is not known: {order[:80]}")
-        ids = _iota(match[2], match[3]) if match[2] else np.array(_integers(match[1]))
+        listed = not match[2] and not match[3]
+        ids = np.array(_integers(match[1])) if listed else _iota(match[2] or match[1], match[3])
     shape: list[int] = []
     chosen: list[int] = []
     wanted = {(a, int(b) if b else 1, int(n) if n else mesh.axis_size(a)) for a, b, n in _USED.findall(used)}
