@@ -369,13 +369,13 @@ def _min_plus(first: Floats, rest: Floats) -> Floats:
 
 def _undominated(rows: Floats) -> Ints:
     """Rows that no other row dominates; of equal rows the first."""
-    order = np.argsort(np.minimum(rows, HUGE).sum(axis=1), kind="stable")  # dominating rows come first
+    order = np.argsort(np.add.reduce(np.minimum(rows, HUGE), axis=1), kind="stable")  # dominating rows come first
     undominated = order[:0]
     for first in range(0, len(order), ROWS_AT_ONCE):
         some = order[first : first + ROWS_AT_ONCE]
         if first:
-            above = (rows[undominated] <= rows[some][:, None]).all(axis=2)
-            some = some[~np.any(above, axis=1)]
-        below = (rows[some][:, None] <= rows[some]).all(axis=2)
-        undominated = np.concatenate([undominated, some[~np.any(np.triu(below, 1), axis=0)]])
+            above = np.logical_and.reduce(rows[undominated] <= rows[some][:, None], axis=2)
+            some = some[~np.logical_or.reduce(above, axis=1)]
+        below = np.triu(np.logical_and.reduce(rows[some][:, None] <= rows[some], axis=2), 1)
+        undominated = np.concatenate([undominated, some[~np.logical_or.reduce(below, axis=0)]])
     return np.sort(undominated)

@@ -54,8 +54,8 @@ def dominated(axes: Sequence[int], tables: Sequence[Floats]) -> NDArray[np.bool_
         (table.swapaxes(0, axis) if axis else table).reshape(size, -1) for axis, table in zip(axes, tables, strict=True)
     ]
     # Values that fail under a few of the neighbours' values need no full comparison.
-    samples = sum([table[:, _samples(table.shape[1])] for table in rows], np.zeros(()))
-    maybe = np.logical_and.reduce(samples[:, None] <= samples + 1e-12 * abs(samples), axis=2)
+    few = sum([table[:, _samples(table.shape[1])] for table in rows], np.zeros(()))
+    maybe = np.logical_and.reduce(few[:, None] <= few + 1e-12 * abs(few), axis=2)
     maybe.flat[:: size + 1] = False
     some, others = maybe.nonzero()
     if not len(some):

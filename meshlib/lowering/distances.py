@@ -206,14 +206,18 @@ def _plain(
         plain &= collectives <= 1
         sent *= axes.price[gathered | left]
     sent[~plain] = np.nan
-    # Slices, then one all_to_all, send no more than the target's block lacks.
+    # Slices, one all_to_all and gathers send no more than what the target's block lacks.
     moved = gathered & sliced
+    rest = gathered & ~moved
     onto = (gained[0] == moved[:, None]) & (sum(gained[1:], np.zeros_like(lost)) == 0) if gained else lost < 0
-    swapped = possible & (moved != 0) & (moved & (moved - 1) == 0) & (gathered == moved) & (left == 0)
-    swapped &= (stays | (lost == moved[:, None]) & ~np.any(gained, axis=0)).all(axis=1) & onto.any(axis=1)
-    rest = block * axes.devices[moved]
-    sent[swapped] = ((rest - block) * axes.price[moved])[swapped]
-    collectives[swapped] = 1
+    swapped = possible & (moved != 0) & (moved & (moved - 1) == 0) & (left == 0) & onto.any(axis=1)
+    leaves = (lost == moved[:, None]) | (lost & moved[:, None] == 0)
+    swapped &= ((stays | ~np.any(gained, axis=0)) & leaves).all(axis=1)
+    if prices:
+        swapped &= rest == 0
+    before = block * axes.devices[moved]
+    bytes_sent = (before - block) * axes.price[moved] + (axes.devices[rest] - 1) * before
+    sent[swapped], collectives[swapped] = bytes_sent[swapped], np.count_nonzero(lost, axis=1)[swapped]
     sent[~possible] = np.inf
     collectives[~possible] = 0
     return np.array((sent, collectives))
