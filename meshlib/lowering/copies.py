@@ -144,12 +144,12 @@ class _Tables:
     def _reach(self, use: End) -> Floats:
         """Cost of each class of a use (columns) from each placement (rows)."""
         costs = self.between[:, [wanted[0] if wanted else 0 for wanted in use.classes]]
+        by_size: dict[int, list[int]] = {}
         for n, wanted in enumerate(use.classes):
-            if not wanted:
-                costs[:, n] = 0
-            elif len(wanted) > 1:
-                orders = np.array(list(permutations(wanted)) if len(wanted) <= 3 else [wanted])
-                costs[:, n] = np.minimum.reduce(self._in_order(self.between, orders), axis=1)
+            if len(wanted) != 1:
+                by_size.setdefault(len(wanted), []).append(n)
+        for size, some in by_size.items():
+            costs[:, some] = self._together(self.between, np.array([use.classes[n] for n in some])) if size else 0
         return costs
 
     def _root(self, region: int, made: Sequence[End]) -> Floats:
@@ -297,9 +297,7 @@ class _Tables:
             if len(sets) + len(chosen) > MOST_HUB_SETS and count > 1:
                 break
             sets += list(chosen)
-            links.append(
-                np.min([self._in_order(root, chosen[:, order]) for order in permutations(range(count))], axis=0)
-            )
+            links.append(self._together(root, chosen))
             for n, parts in zip(mine, tables, strict=True):
                 parts.append(np.minimum.reduce(self.reach[n][chosen], axis=1))
             if following:
@@ -311,13 +309,31 @@ class _Tables:
         alive = _undominated(np.concatenate([link.T, *serve, *later_tables], axis=1))
         return [sets[n] for n in alive], link[:, alive], [parts[alive] for parts in serve]
 
-    def _in_order(self, root: Floats, orders: Ints) -> Floats:
-        """Cost of reaching the placements of each row of `orders` in order, each from the nearest copy."""
-        total = root[:, orders[:, 0]]
-        for n in range(1, orders.shape[1]):
-            at = orders[:, n]
-            total = total + np.minimum(root[:, at], np.minimum.reduce(self.between[orders[:, :n], at[:, None]], axis=1))
-        return total
+    def _together(self, root: Floats, sets: Ints) -> Floats:
+        """Cost of reaching all placements of each set (columns), each from the nearest copy, from each row of `root`.
+
+        The cheapest order for sets of up to three, otherwise the given one.
+        """
+        between, columns = self.between, sets.T
+        start = [root[:, s] for s in columns]
+        if len(columns) <= 1 or len(columns) > 3:
+            total = start[0]
+            for n in range(1, len(columns)):
+                nearest = np.minimum.reduce(between[columns[:n], columns[n]], axis=0)
+                total = total + np.minimum(start[n], nearest)
+            return total
+        step = {(a, b): between[columns[a], columns[b]] for a, b in permutations(range(len(columns)), 2)}
+        pairs = {
+            (a, b): np.minimum(start[a] + np.minimum(start[b], step[a, b]), start[b] + np.minimum(start[a], step[b, a]))
+            for a, b in combinations(range(len(columns)), 2)
+        }
+        if len(columns) == 2:
+            return pairs[0, 1]
+        ends = [
+            pairs[a, b] + np.minimum(start[c], np.minimum(step[a, c], step[b, c]))
+            for a, b, c in ((0, 1, 2), (0, 2, 1), (1, 2, 0))
+        ]
+        return np.minimum(np.minimum(ends[0], ends[1]), ends[2])
 
     def _from_lasting(self, sets: Sequence[Sequence[int]] | Sequence[Ints] | Ints) -> Floats:
         """Cost of each placement from each set of copies, as far as later regions may use it or free slices of it."""

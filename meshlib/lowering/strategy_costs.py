@@ -140,17 +140,32 @@ class Pricing:
         return [found[n] for n in undominated]
 
     def _all_undominated(self, strategies: Sequence[Strategy]) -> bool:
-        """Whether a lower bound of the reshards between strategies shows that none dominates another one."""
+        """Whether a lower bound of the reshards between strategies, cheapest first, shows that all are undominated."""
         if any(len(s.made) > 1 for s in strategies):
             return False
         op, price = self.signature.op, min([1.0, *[price for _, price in self.balance.axis_prices]])
-        least = _least_sent(
-            tuple([s.choice.out for s in strategies]), price * sum([y.dtype.itemsize for y in op.outputs])
-        )
-        for n, x in enumerate(op.inputs):
-            least = least + _least_sent(tuple([s.choice.operands[n] for s in strategies]), price * x.dtype.itemsize).T
+        outs = tuple([s.choice.out for s in strategies]), price * sum([y.dtype.itemsize for y in op.outputs])
+        operands = zip(zip(*[s.choice.operands for s in strategies], strict=True), op.inputs, strict=True)
+        least, smallest = _least_between(outs, tuple([(some, price * x.dtype.itemsize) for some, x in operands]))
+        if strategies[-1].cost + 1e-6 < strategies[0].cost + smallest:
+            return True
         own = np.array([s.cost for s in strategies])
-        return bool((own[:, None] + least > own + 1e-9).sum() == len(own) * (len(own) - 1))
+        return np.count_nonzero(own[:, None] + least > own + 1e-9) == len(own) * (len(own) - 1)
+
+
+@lru_cache(maxsize=1 << 12)
+def _least_between(
+    outs: tuple[tuple[Sharding, ...], float], operands: tuple[tuple[tuple[Sharding, ...], float], ...]
+) -> tuple[Floats, float]:
+    """Lower bound of the reshards before and after a strategy (rows) in place of another one (columns), and the least.
+
+    Args:
+      outs: the result's placement of each strategy, and bytes per element; `operands` likewise.
+    """
+    least = _least_sent(*outs)
+    for placements, itemsize in operands:
+        least = least + _least_sent(placements, itemsize).T
+    return least, float(np.min(least + np.diag(np.full(len(least), np.inf))))
 
 
 @lru_cache(maxsize=1 << 12)
