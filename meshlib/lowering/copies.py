@@ -316,24 +316,26 @@ class _Tables:
         """
         between, columns = self.between, sets.T
         start = [root[:, s] for s in columns]
-        if len(columns) <= 1 or len(columns) > 3:
-            total = start[0]
+        total: Floats = start[0]
+        if len(columns) > 3:
             for n in range(1, len(columns)):
-                nearest = np.minimum.reduce(between[columns[:n], columns[n]], axis=0)
-                total = total + np.minimum(start[n], nearest)
+                total = total + np.minimum(start[n], np.minimum.reduce(between[columns[:n], columns[n]], axis=0))
+        if not 2 <= len(columns) <= 3:
             return total
         step = {(a, b): between[columns[a], columns[b]] for a, b in permutations(range(len(columns)), 2)}
         pairs = {
             (a, b): np.minimum(start[a] + np.minimum(start[b], step[a, b]), start[b] + np.minimum(start[a], step[b, a]))
             for a, b in combinations(range(len(columns)), 2)
         }
-        if len(columns) == 2:
-            return pairs[0, 1]
-        ends = [
-            pairs[a, b] + np.minimum(start[c], np.minimum(step[a, c], step[b, c]))
-            for a, b, c in ((0, 1, 2), (0, 2, 1), (1, 2, 0))
-        ]
-        return np.minimum(np.minimum(ends[0], ends[1]), ends[2])
+        total = pairs[0, 1]
+        if len(columns) == 3:
+            total = np.minimum.reduce(
+                [
+                    pairs[a, b] + np.minimum(start[c], np.minimum(step[a, c], step[b, c]))
+                    for a, b, c in ((0, 1, 2), (0, 2, 1), (1, 2, 0))
+                ]
+            )
+        return total
 
     def _from_lasting(self, sets: Sequence[Sequence[int]] | Sequence[Ints] | Ints) -> Floats:
         """Cost of each placement from each set of copies, as far as later regions may use it or free slices of it."""

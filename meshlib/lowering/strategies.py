@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import chain, combinations, product
 from typing import Any, NamedTuple, TypeAlias
 
-from layouts import Sharding
+from layouts import Mesh, Sharding
 from meshlib.core.graph import Operation, Tensor
 from meshlib.core.opdef import RESIDENT, Factor, Kind, Linear, Role
 from meshlib.lowering.assigned import Homes
@@ -179,32 +179,29 @@ class Question(NamedTuple):
 
 
 def assignments(
-    signature: Signature, q: Question, home: Sharding
-) -> Iterator[tuple[Mapping[str, Axes], tuple[Axes, ...]]]:
-    """Every assignment of each axis to a factor or to none, with pending sums that pass through; sizes divide."""
-    mesh = home.mesh
+    signature: Signature, q: Question, passed: tuple[Axes, ...], mesh: Mesh
+) -> Iterator[Mapping[str, Axes]]:
+    """Every assignment of each axis to a factor or to none, where pending sums pass through; sizes divide."""
     places: dict[str, list[Factor | None]] = {}
+    busy = {a for p in passed for a in p}
     for axis in mesh.axes:
         able = [f for f, axes in zip(signature.factors, q.splits, strict=True) if axis in axes]
-        if able and mesh.axis_size(axis) > 1:
+        if able and axis not in busy and mesh.axis_size(axis) > 1:
             places[axis] = [*able, None]
-    for passed in pass_options(signature.linear, q):
-        busy = {a for p in passed for a in p}
-        free = {a: places[a] for a in places if a not in busy}
-        for targets in product(*free.values()):
-            split: dict[str, Axes] = {}
-            used: dict[str, Factor] = {}
-            for axis, f in zip(free, targets, strict=True):
-                if f is not None:
-                    split[f.name] = (*split.get(f.name, ()), axis)
-                    used[f.name] = f
-            if all(f.size % mesh.group_size(split[n]) == 0 for n, f in used.items()):
-                several = [n for n in split if len(split[n]) > 1]
-                if not several:
-                    yield split, passed
-                    continue
-                for entries in product(*(_orders(split[n], q.orders) for n in several)):
-                    yield {**split, **dict(zip(several, entries, strict=True))}, passed
+    for targets in product(*places.values()):
+        split: dict[str, Axes] = {}
+        used: dict[str, Factor] = {}
+        for axis, f in zip(places, targets, strict=True):
+            if f is not None:
+                split[f.name] = (*split.get(f.name, ()), axis)
+                used[f.name] = f
+        if all(f.size % mesh.group_size(split[n]) == 0 for n, f in used.items()):
+            several = [n for n in split if len(split[n]) > 1]
+            if not several:
+                yield split
+                continue
+            for entries in product(*(_orders(split[n], q.orders) for n in several)):
+                yield {**split, **dict(zip(several, entries, strict=True))}
 
 
 def _orders(axes: Axes, known: Sequence[Axes]) -> list[Axes]:

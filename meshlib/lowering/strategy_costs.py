@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from math import prod
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from layouts import Sharding
+from layouts import Mesh, Sharding
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import Binding
 from meshlib.lowering.cost_tables import Floats
 from meshlib.lowering.distances import COLLECTIVE, STRAY, distances
 from meshlib.lowering.expected_halos import Near
 from meshlib.lowering.materialisation import axes_price
-from meshlib.lowering.strategies import Axes, Choice, Question, assignments
+from meshlib.lowering.strategies import Axes, Choice, Question, assignments, pass_options
 from meshlib.program.exchanges import busiest_bytes
-from meshlib.program.signature import Signature
+from meshlib.program.signature import Assigned, Signature
 
 # (an operand's assigned sharding, axes over which it is stationary)
 Stationary: TypeAlias = tuple[Sharding, Axes] | None
@@ -31,6 +30,15 @@ class Strategy(NamedTuple):
     cost: float
     made: tuple[Sharding, ...]  # placements of the result: as computed, and after the reshard to its binding
     home_cost: float  # of that reshard
+
+
+class Option(NamedTuple):
+    """An assignment of axes to factors, with pending sums that pass through."""
+
+    axes: Mapping[str, Axes]
+    passed: tuple[Axes, ...]
+    counts: tuple[int, ...]  # number of blocks of each factor
+    assigned: Assigned
 
 
 class StrategySet:
@@ -67,12 +75,11 @@ class Pricing:
         key = (asked, *held)
         known = self._strategies.get(key)
         if known is None:
-            priced = [self._priced(*each) for each in assignments(self.signature, asked, self.home)]
-            possible = [s for s in priced if s is not None]
+            possible = [self._priced(option) for option in self._options(asked)]
             # If every strategy moves a weight that should be stationary, as with a convolution's whole kernel, it
             # moves.
             staying = [s for s in possible if not self._moves(s.choice, held)] if any(held) else possible
-            known = self._strategies[key] = StrategySet(self._undominated(asked, staying or possible))
+            known = self._strategies[key] = StrategySet(self._undominated(staying or possible))
         return known
 
     def _moves(self, choice: Choice, held: Sequence[Stationary]) -> bool:
@@ -85,15 +92,24 @@ class Pricing:
             for a in each[1]
         )
 
-    def _priced(self, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Strategy | None:
-        """An assignment with its price; None if it is impossible."""
-        signature, home, prices = self.signature, self.home, self.balance.axis_prices
-        sizes = home.mesh.sizes_by_axis
-        counts = {name: prod([sizes[a] for a in over]) for name, over in axes.items()}
-        blocks = signature.cut(tuple([counts.get(name, 1) for name in signature.names]))
-        assigned = None if blocks is None else signature.under(home.mesh, axes, passed)
-        if blocks is None or assigned is None:
-            return None
+    def _options(self, asked: Question) -> Iterator[Option]:
+        """All possible assignments of axes to factors."""
+        signature, mesh = self.signature, self.home.mesh
+        for passed in pass_options(signature.linear, asked):
+            key = (asked.splits, asked.orders, passed, mesh)
+            options = signature.options.get(key)  # shared by operations of several kinds
+            if options is None:
+                options = signature.options[key] = list(_possible(signature, asked, passed, mesh))
+            for option in options:
+                if signature.cut(option.counts) is not None:
+                    yield option
+
+    def _priced(self, option: Option) -> Strategy:
+        """An assignment with its price."""
+        axes, passed, counts, assigned = option
+        home, prices = self.home, self.balance.axis_prices
+        blocks = self.signature.cut(counts)
+        assert blocks is not None
         out = assigned.out
         exchanges = [e for e in assigned.exchanges if (e.operand, e.dim) not in self.near]
         strays = sum(map(len, passed)) + (out.axes != home.axes)
@@ -105,39 +121,41 @@ class Pricing:
         results: tuple[Sharding, ...] = (out,)
         settled = self.binding.settled(out, home)
         if settled != out:
-            home_cost = float(distances((out, settled), signature.op.output.dtype.itemsize, self.balance)[0, 1])
+            home_cost = float(distances((out, settled), self.signature.op.output.dtype.itemsize, self.balance)[0, 1])
             results = (out, settled)
         choice = Choice(axes, assigned.operands, out, assigned.exchanges, passed)
         return Strategy(choice, cost + home_cost, results, home_cost)
 
-    def _undominated(self, asked: Question, found: list[Strategy]) -> list[Strategy]:
+    def _undominated(self, strategies: list[Strategy]) -> list[Strategy]:
         """Drop strategies that are no cheaper than another one with reshards before and after it."""
-        if len(found) <= 1:
-            return found
-        found.sort(key=lambda s: s.cost)
-        if self._all_undominated(found):
-            return found
+        if len(strategies) <= 1:
+            return strategies
+        strategies.sort(key=lambda s: s.cost)
+        if self._all_undominated(strategies):
+            return strategies
         op = self.signature.op
         several = len(op.outputs) > 1  # further results may be bound or not: compare them as computed
-        own = np.array([s.cost - s.home_cost * several for s in found])
-        instead = np.repeat(own[:, None], len(found), axis=1)  # [b, a]: strategy b, with operands and results of a
+        own = np.array([s.cost - s.home_cost * several for s in strategies])
+        instead = np.repeat(own[:, None], len(strategies), axis=1)  # [b, a]: strategy b, with operands and results of a
         for n, x in enumerate(op.inputs):
             numbers: dict[Sharding, int] = {}
-            of = np.array([numbers.setdefault(s.choice.operands[n], len(numbers)) for s in found])
+            of = np.array([numbers.setdefault(s.choice.operands[n], len(numbers)) for s in strategies])
             if len(numbers) > 1:
                 instead += distances(tuple(numbers), x.dtype.itemsize, self.balance)[of, of[:, None]]
         numbers = {}
-        rows = [[numbers.setdefault(at, len(numbers)) for at in (s.made[:1] if several else s.made)] for s in found]
+        rows = [
+            [numbers.setdefault(at, len(numbers)) for at in (s.made[:1] if several else s.made)] for s in strategies
+        ]
         between = distances(tuple(numbers), sum(y.dtype.itemsize for y in op.outputs), self.balance)
         computed, bound = np.array([[row[0], row[-1]] for row in rows]).T
         nearest = np.minimum(between[computed], between[bound])  # from b's result to each placement
         instead += nearest[:, computed] + np.where(bound == computed, 0, nearest[:, bound])
         better = (instead <= own + 1e-9).T.tolist()  # [a][b]
         undominated: list[int] = []
-        for n, than in enumerate(better):
-            if not any(than[k] for k in undominated):
+        for n, row in enumerate(better):
+            if not any(row[k] for k in undominated):
                 undominated.append(n)
-        return [found[n] for n in undominated]
+        return [strategies[n] for n in undominated]
 
     def _all_undominated(self, strategies: Sequence[Strategy]) -> bool:
         """Whether a lower bound of the reshards between strategies, cheapest first, shows that all are undominated."""
@@ -150,7 +168,16 @@ class Pricing:
         if strategies[-1].cost + 1e-6 < strategies[0].cost + smallest:
             return True
         own = np.array([s.cost for s in strategies])
-        return np.count_nonzero(own[:, None] + least > own + 1e-9) == len(own) * (len(own) - 1)
+        return bool(np.count_nonzero(own[:, None] + least > own + 1e-9) == len(own) * (len(own) - 1))
+
+
+def _possible(signature: Signature, asked: Question, passed: tuple[Axes, ...], mesh: Mesh) -> Iterator[Option]:
+    """The possible assignments where these pending sums pass through."""
+    for axes in assignments(signature, asked, passed, mesh):
+        assigned = signature.under(mesh, axes, passed)
+        if assigned is not None:
+            counts = tuple([mesh.group_size(axes.get(name, ())) for name in signature.names])
+            yield Option(axes, passed, counts, assigned)
 
 
 @lru_cache(maxsize=1 << 12)

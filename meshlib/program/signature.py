@@ -56,8 +56,12 @@ class Signature:
         sides.append((op.output.type, tuple([f.outputs[0] for f in self.factors]), shares))
         self._sides = [shared[side] if side in shared else shared.setdefault(side, _Side(*side)) for side in sides]
         self._blocks: dict[tuple[int, ...], BlockCounts | None] = {}
-        alike = op if self._exchanges else (self.names, tuple(self._leaves), *self._sides)
-        self._assigned: dict[object, Assigned | None] = shared.setdefault(alike, {})
+        shapes = tuple([(type_.shape, *dims) for type_, *dims in sides])
+        sizes = tuple([f.size for f in self.factors])
+        alike = op if self._exchanges else (self.names, sizes, tuple(self._leaves), shapes)
+        self._assigned: dict[object, Assigned | None]
+        self.options: dict[object, Any]  # cache of the lowering: assignments by what they depend on
+        self._assigned, self.options = shared.setdefault(alike, ({}, {}))
         self.ways: dict[object, Any] = {}  # cache of the lowering: reshards of results to a sharding
         self.splits: dict[object, Any] = {}  # keyed by the axes that may split each factor
 
@@ -105,6 +109,7 @@ class Signature:
     def forget_assignments(self) -> None:
         """Drop cached results of particular meshes."""
         self._assigned.clear()
+        self.options.clear()
         self.ways.clear()
         self.splits.clear()
 

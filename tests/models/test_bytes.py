@@ -24,11 +24,11 @@ import meshlib as mtf
 from tests.compilers import FREE_WEIGHTS
 from tests.effort import some
 
-bindings, elimination, partition, placements, problem, strategies = (
+bindings, elimination, partition, placements, problem, strategy_costs = (
     importlib.import_module(f"meshlib.lowering.{part}")
-    for part in ("bindings", "elimination", "partition", "placements", "problem", "strategies")
+    for part in ("bindings", "elimination", "partition", "placements", "problem", "strategy_costs")
 )
-pass_options = strategies.pass_options
+pass_options = strategy_costs.pass_options
 
 BATCH, LENGTH, LAYERS, HEADS, D_MODEL, D_FF, VOCAB = 16, 64, 2, 8, 256, 1024, 512
 F32 = 4
@@ -402,7 +402,7 @@ def test_with_each_operation_by_itself(sabotage):
 
 def test_without_pending_sums_that_pass(sabotage):
     """The cotangents of q, k and v are reduced apart."""
-    sabotage.setattr(strategies, "pass_options", lambda linear, asked: islice(pass_options(linear, asked), 1))
+    sabotage.setattr(strategy_costs, "pass_options", lambda linear, asked: islice(pass_options(linear, asked), 1))
     assert_sends_more("tensor", 8, allowed("tensor", 8))
 
 
@@ -415,7 +415,7 @@ def test_without_complete_terms_that_count_once(sabotage):
                 yield passed
 
     good = sent("tensor", 8, scan=False)
-    sabotage.setattr(strategies, "pass_options", of_equal_terms)
+    sabotage.setattr(strategy_costs, "pass_options", of_equal_terms)
     assert sent("tensor", 8, scan=False) > good
 
 
