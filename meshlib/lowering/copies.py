@@ -314,28 +314,16 @@ class _Tables:
 
         The cheapest order for sets of up to three, otherwise the given one.
         """
-        between, columns = self.between, sets.T
-        start = [root[:, s] for s in columns]
-        total: Floats = start[0]
-        if len(columns) > 3:
-            for n in range(1, len(columns)):
-                total = total + np.minimum(start[n], np.minimum.reduce(between[columns[:n], columns[n]], axis=0))
-        if not 2 <= len(columns) <= 3:
-            return total
-        step = {(a, b): between[columns[a], columns[b]] for a, b in permutations(range(len(columns)), 2)}
-        pairs = {
-            (a, b): np.minimum(start[a] + np.minimum(start[b], step[a, b]), start[b] + np.minimum(start[a], step[b, a]))
-            for a, b in combinations(range(len(columns)), 2)
-        }
-        total = pairs[0, 1]
-        if len(columns) == 3:
-            total = np.minimum.reduce(
-                [
-                    pairs[a, b] + np.minimum(start[c], np.minimum(step[a, c], step[b, c]))
-                    for a, b, c in ((0, 1, 2), (0, 2, 1), (1, 2, 0))
-                ]
-            )
-        return total
+        count = sets.shape[1]
+        costs = []
+        for order in permutations(range(count)) if count <= 3 else [range(count)]:
+            columns = sets.T[list(order)]
+            total = root[:, columns[0]]
+            for n in range(1, count):
+                nearest = np.minimum.reduce(self.between[columns[:n], columns[n]], axis=0)
+                total = total + np.minimum(root[:, columns[n]], nearest)
+            costs.append(total)
+        return costs[0] if len(costs) == 1 else np.minimum.reduce(costs)
 
     def _from_lasting(self, sets: Sequence[Sequence[int]] | Sequence[Ints] | Ints) -> Floats:
         """Cost of each placement from each set of copies, as far as later regions may use it or free slices of it."""
