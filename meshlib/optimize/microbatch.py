@@ -168,15 +168,12 @@ class _Step:
     def _expanded(self, x: Tensor) -> Tensor:
         return reshape(x, _replaced(x.shape, self.batch, [self.small, self.micro]))
 
-    def _scaled(self, total: Tensor) -> Tensor:
-        return total if self.scale == 1 else total * self.scale
-
     def _whole(self, y: Tensor, total: Tensor) -> Tensor:
         """An output of the whole batch from the sum over microbatches."""
         if self.micro in total.shape:
             total = reshape(total, _replaced(y.shape, self.small, [self.batch]))
         elif y.dtype.is_float:
-            total = self._scaled(total)
+            total = total if self.scale == 1 else total * self.scale
         return cast(total, y.dtype)
 
 

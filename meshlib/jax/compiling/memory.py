@@ -64,7 +64,7 @@ def memory_of(sizes: dict[str, int], report: str) -> CompiledMemory:
     if space:
         end = report.find("Memory Space:", space.end())
         for size, shapes in _VALUE.findall(report[space.end() : end if end > 0 else len(report)]):
-            largest.append((_bytes(size), shapes.strip()))
+            largest.append((round(read_bytes(size) or 0), shapes.strip()))
     temporary = max(0, total - arguments - extra)
     return CompiledMemory(
         total, arguments, sizes["output"], sizes["alias"], temporary, sizes["generated_code"], tuple(largest[:8])
@@ -85,7 +85,3 @@ def refusal_of(message: str) -> CompilerRefusal | None:
 
 def _scaled(number: str, unit: str) -> int:
     return round(float(number) * 1024.0 ** _UNITS[unit.upper()])
-
-
-def _bytes(text: str) -> int:
-    return round(read_bytes(text) or 0)

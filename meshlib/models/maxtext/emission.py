@@ -313,7 +313,7 @@ def _differences(
         out += [f"weights laid out in another way: {', '.join(w)}" for w in [run.translation(where).differing] if w]
         if (run.batch(where), run.length) != sizes:
             out.append(f"batch: {sizes[0]} sequences in the plan, {run.batch(where)} in MaxText")
-        ours = policy(config, *_kept(remat)) if remat == "matmuls" else remat
+        ours = policy(config, *POLICIES["minimal"]) if remat == "matmuls" else remat
         if run.remat != ours:
             out.append(f"recomputation: {ours!r} in the plan, {run.remat!r} in MaxText")
     except GraphError as fault:
@@ -323,10 +323,6 @@ def _differences(
 
 # Descriptions of fields whose names are unclear.
 _ABOUT = {"experts.form": "how tokens reach experts (None: products with masks for short groups, else look-ups), "}
-
-
-def _kept(remat: Policy) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return POLICIES["minimal"] if remat == "matmuls" else ((), ())
 
 
 # Fields that affect neither the computation's cost nor storage: angles, constants of losses and norms.

@@ -77,7 +77,7 @@ class _Backwards:
         sums_of_outer = dict(zip(self.sums, finals[len(self.floats) :], strict=True))
         carried = iter(finals[: len(self.floats)])
         sides: list[Tensor | None] = [next(carried) if x.dtype.is_float else None for x in self.inits]
-        sliced = {n: _in_order_of(dx, self.xs[n]) for n, dx in zip(self.with_gradient, dxs, strict=True)}
+        sliced = {n: transpose(dx, self.xs[n].shape) for n, dx in zip(self.with_gradient, dxs, strict=True)}
         return [*sides, *(sliced.get(n) for n in range(len(self.xs))), *(sums_of_outer.get(x) for x in self.outer)]
 
     def _split_slices(self, slices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -216,7 +216,3 @@ def _as_carried(before: Tensor, carry: Tensor) -> Tensor:
 
 def _no_cotangent(x: Tensor) -> Tensor:
     return constant_full(0, x, x.dtype.of_cotangents)
-
-
-def _in_order_of(dx: Tensor, x: Tensor) -> Tensor:
-    return transpose(dx, x.shape)

@@ -209,7 +209,7 @@ def _arguments(
     """The body's stand-ins for carries and for slices along `dim`."""
     carried = [_placeholder(inside, f"{full}/carry_{n}", x.type) for n, x in enumerate(carries)]
     sliced = [
-        _placeholder(inside, label, TensorType(_without(x.shape, dim), x.dtype), x.on_host)
+        _placeholder(inside, label, TensorType(Shape([d for d in x.shape if d != dim]), x.dtype), x.on_host)
         for label, x in zip(_slice_names(full, xs), xs, strict=True)
     ]
     return carried, sliced
@@ -400,10 +400,6 @@ def _tensors(part: object, what: str) -> list[Tensor]:
     if isinstance(part, Tensor):
         return [part]
     return [tensor(t, what) for t in items(part, what, "what the body returns")]
-
-
-def _without(shape: Shape, dim: Dimension) -> Shape:
-    return Shape([d for d in shape if d != dim])
 
 
 def _stacked(t: TensorType, dim: Dimension, what: str, full: str) -> TensorType:

@@ -339,10 +339,6 @@ def _add_rows(table: Array, place: Array, rows: Array, once: bool) -> None:
         table[place[starts]] = np.add.reduceat(rows[order], starts, axis=0, dtype=rows.dtype)
 
 
-def _scatter_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(0, ins[0].shape.size)
-
-
 SCATTER_ADD = operation(
     "scatter_add",
     kind=Kind.INDEXED,
@@ -351,7 +347,7 @@ SCATTER_ADD = operation(
     local=_scatter_local,
     grad=lambda op, dy: [_gather_back(op, dy), None],
     linear=lambda op: Linear((0,)),
-    work=_scatter_work,
+    work=lambda ins, out, attrs: Work(0, ins[0].shape.size),
     indices=1,
 )
 
