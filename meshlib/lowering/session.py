@@ -205,30 +205,35 @@ def _graphs(graph: Graph) -> list[Graph]:
     return [graph, *(g for body in bodies for g in _graphs(body))]
 
 
-def fetched_outputs(outputs: Outputs, updates: Sequence[Operation]) -> tuple[dict[str, Tensor], Graph]:
-    """A program's outputs by name, and its graph; GraphError for invalid outputs or updates."""
+def _named_outputs(outputs: Outputs) -> dict[str, Tensor]:
+    """Outputs by name; GraphError for anything but tensors."""
     if isinstance(outputs, Tensor):
         outputs = [outputs]
-    if outputs is not None and not isinstance(outputs, Mapping):
-        if not isinstance(outputs, list | tuple):
-            raise GraphError(f"outputs must be a dict of names to tensors, a list or a tensor, got {outputs!r:.80}")
-        for t in outputs:
+    if outputs is None or isinstance(outputs, Mapping):
+        fetched = dict(outputs or {})
+        for name, t in fetched.items():
+            if not isinstance(name, str):
+                raise GraphError(f"the names of outputs are strings, got {type(name).__name__} {name!r:.80}")
             if not isinstance(t, Tensor):
-                raise GraphError(f"outputs must be tensors, got {type(t).__name__} {t!r:.80}")
-        outputs = {t.name: t for t in outputs}
-    fetched = dict(outputs or {})
-    for name, t in fetched.items():
-        if not isinstance(name, str):
-            raise GraphError(f"the names of outputs are strings, got {type(name).__name__} {name!r:.80}")
+                raise GraphError(f"output {name!r} must be a tensor, got {type(t).__name__} {t!r:.80}")
+        return fetched
+    if not isinstance(outputs, list | tuple):
+        raise GraphError(f"outputs must be a dict of names to tensors, a list or a tensor, got {outputs!r:.80}")
+    for t in outputs:
         if not isinstance(t, Tensor):
-            raise GraphError(f"output {name!r} must be a tensor, got {type(t).__name__} {t!r:.80}")
-    if isinstance(updates, str | Mesh):
-        text = "is it a mesh? Write mtf.lower(y, mesh=..., layout=...)"
+            raise GraphError(f"outputs must be tensors, got {type(t).__name__} {t!r:.80}")
+    return {t.name: t for t in outputs}
+
+
+def fetched_outputs(outputs: Outputs, updates: Sequence[Operation]) -> tuple[dict[str, Tensor], Graph]:
+    """A program's outputs by name, and its graph; GraphError for invalid outputs or updates."""
+    fetched = _named_outputs(outputs)
+    if isinstance(updates, str | Mesh | Operation) or not isinstance(updates, Sequence):
+        is_mesh = isinstance(updates, str | Mesh)
+        remedy = "; is it a mesh? Write mtf.lower(y, mesh=..., layout=...)" if is_mesh else ""
         raise GraphError(
-            f"updates must be a list of those returned by mtf.assign or an optimizer, got {updates!r:.80}; {text}"
+            f"updates must be a list of those returned by mtf.assign or an optimizer, got {updates!r:.80}{remedy}"
         )
-    if isinstance(updates, Operation) or not isinstance(updates, Sequence):
-        raise GraphError(f"updates must be a list of those returned by mtf.assign or an optimizer, got {updates!r:.80}")
     assigned(updates)  # refuses invalid updates before looking at their graph
     ends = [*(t.operation for t in fetched.values()), *updates]
     for op in ends:

@@ -111,15 +111,12 @@ class _Unroller:
             self.keys.append(i)
             return
         operands = [(source.what, source.place - place) if (source := self.made.get(x)) else x for x in i.inputs]
-        own: Hashable = ()
         near = [source.place for x in i.inputs if (source := self.made.get(x))]
-        match i:
-            case Move():
-                user, at = self._label(i.operation)
-                own = (i.steps, i.early, user, None if at is None else at - place)
-                near += [] if at is None else [at]
-            case Compute():
-                own = (i.assignment, i.exchanges)
+        own: Hashable = (i.assignment, i.exchanges) if isinstance(i, Compute) else ()
+        if isinstance(i, Move):
+            user, at = self._label(i.operation)
+            own = (i.steps, i.early, user, None if at is None else at - place)
+            near += [] if at is None else [at]
         shardings = [(y.sharding, y.margins) for y in i.outputs]
         key = (type(i), i.opcode, what, i.region, own, *operands, *shardings)
         number = self._number(key)
