@@ -12,6 +12,27 @@ from meshlib.program.records import Program
 from meshlib.verification import Verification
 
 
+def picked(record: object, exact: str, modelled: str = "") -> dict[str, Any]:
+    """Attributes of a record by their names; names of modelled ones get the suffix `_modelled`.
+
+    >>> picked(Slice("v3-8"), "name chips", "devices")
+    {'name': 'v3-8', 'chips': 4, 'devices_modelled': 8}
+    """
+    return {name: getattr(record, name) for name in exact.split()} | {
+        f"{name}_modelled": getattr(record, name) for name in modelled.split()
+    }
+
+
+def of_step(est: Estimate) -> dict[str, Any]:
+    """The main figures of an estimated step."""
+    return {
+        "layout": str(est.program.layout),
+        **picked(est.memory, "peak_bytes capacity_bytes"),
+        **picked(est, "fits sent_bytes flops", "step_seconds mfu exposed_comm_seconds bound"),
+        "usd_per_step_modelled": None if est.slice.usd_per_hour is None else est.usd(),
+    }
+
+
 def of_program(program: Program) -> dict[str, Any]:
     """Exact figures of a program."""
     return {
@@ -28,25 +49,14 @@ def of_program(program: Program) -> dict[str, Any]:
 
 def of_estimate(est: Estimate) -> dict[str, Any]:
     """Figures of an estimate without its rows; `_modelled` marks those that are not exact."""
-    m = est.memory
     return {
         "slice": est.slice.name,
         "mesh": str(est.program.mesh),
-        "layout": str(est.program.layout),
         "compiler": str(est.compiler),
-        "fits": est.fits,
-        "peak_bytes": m.peak_bytes,
-        "capacity_bytes": m.capacity_bytes,
-        "peak_bytes_by_kind": dict(m.by_kind),
-        "sent_bytes": est.sent_bytes,
+        **of_step(est),
+        "peak_bytes_by_kind": dict(est.memory.by_kind),
         "hbm_bytes": est.hbm_bytes,
-        "flops": est.flops,
-        "step_seconds_modelled": est.step_seconds,
-        "mfu_modelled": est.mfu,
-        "exposed_comm_seconds_modelled": est.exposed_comm_seconds,
-        "bound_modelled": est.bound,
         "bound_seconds_modelled": dict(est.bound_seconds),
-        "usd_per_step_modelled": None if est.slice.usd_per_hour is None else est.usd(),
         "notes": list(est.program.notes),
     }
 
@@ -71,16 +81,8 @@ def of_profile(profile: Profile) -> dict[str, Any]:
 def of_slice(slice_: Slice) -> dict[str, Any]:
     """Figures of a slice."""
     return {
-        "name": slice_.name,
-        "chips": slice_.chips,
-        "devices": slice_.devices,
-        "hosts": slice_.hosts,
-        "torus_shape": list(slice_.torus_shape),
-        "wrap": list(slice_.wrap),
-        "twisted": slice_.twisted,
+        **picked(slice_, "name chips devices hosts torus_shape wrap twisted peak_flops_per_device usd_per_hour"),
         "hbm_bytes_per_device": slice_.usable_hbm_bytes_per_device,
-        "peak_flops_per_device": slice_.peak_flops_per_device,
-        "usd_per_hour": slice_.usd_per_hour,
     }
 
 
@@ -89,11 +91,5 @@ def of_verification(result: Verification) -> dict[str, Any]:
     return {
         "ok": result.ok,
         "compared": list(result.compared),
-        "rows": [
-            {
-                "mesh": row.mesh, "layout": row.layout, "ok": row.ok, "error": row.error, "allowed": row.allowed,
-                "worst": row.worst, "sent_bytes": row.sent_bytes, "fault": row.fault,
-            }
-            for row in result.rows
-        ],
-    }  # fmt: skip
+        "rows": [picked(row, "mesh layout ok error allowed worst sent_bytes fault") for row in result.rows],
+    }

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from meshlib.command.figures import picked
 from meshlib.command.output import say, say_json, say_verdict
 from meshlib.core.errors import GraphError
 from meshlib.core.text import seconds_text
 from meshlib.searching.arrivals import Arrivals
 from meshlib.searching.served_load import ServedLoad
-from meshlib.searching.serving_result import Fleet, Serving
+from meshlib.searching.serving_result import Serving
 
 GOOD, FAILED = 0, 1
 
@@ -44,7 +45,9 @@ def print_load(args: argparse.Namespace, result: Serving, notes: Sequence[str]) 
         say_json(
             {
                 "best": None if best is None else _entry(best),
-                "fleet": None if fleet is None else {**_fleet(fleet), **_entry(fleet.load)},
+                "fleet": None
+                if fleet is None
+                else {**picked(fleet, "slices chips usd_per_hour"), **_entry(fleet.load)},
                 "loads": [_entry(load) for load in result.loads],
             }
         )
@@ -77,20 +80,13 @@ def _about(load: ServedLoad) -> list[str]:
     ]
 
 
-def _fleet(fleet: Fleet) -> dict[str, object]:
-    return {"slices": fleet.slices, "chips": fleet.chips, "usd_per_hour": fleet.usd_per_hour}
-
-
 def _entry(load: ServedLoad) -> dict[str, object]:
     read, decode = load.utilisation
     return {
         "layout": load.name,
-        "slots": load.slots,
-        "keeps_up_modelled": load.keeps_up,
+        **picked(load, "slots", "keeps_up tokens_per_second queue_length"),
         "first_token_seconds_modelled": {str(p): load.first_token_seconds(p) for p in (50, 99)},
         "token_seconds_modelled": {str(p): load.token_seconds(p) for p in (50, 99)},
-        "tokens_per_second_modelled": load.tokens_per_second,
-        "queue_length_modelled": load.queue_length,
         "reading_share_modelled": read,
         "decoding_share_modelled": decode,
     }

@@ -12,6 +12,7 @@ from typing import Any
 
 from hardware.slices import Slice
 from meshlib.command.choices import REMAT, is_maxtext
+from meshlib.command.figures import of_step, picked
 from meshlib.command.step_settings import optimizer_title
 from meshlib.command.subject import Subject, completed_layouts
 from meshlib.core.errors import GraphError, MeshlibError
@@ -384,21 +385,8 @@ def _entry(plan: PlannedLayout) -> dict[str, Any]:
     est = plan.est
     return {
         **head,
-        "layout": str(est.program.layout),
-        "fits": est.fits,
-        "peak_bytes": est.memory.peak_bytes,
-        "state_bytes": est.memory.state_bytes,
-        "verdict_modelled": est.memory.verdict,
-        "needed_bytes_modelled": est.memory.needed_bytes,
-        "plain_jit_bytes_modelled": est.memory.plain_jit_bytes,
+        **of_step(est),
+        **picked(est.memory, "state_bytes", "verdict needed_bytes plain_jit_bytes"),
         "whole_run_bytes_modelled": est.memory.run_bytes,
-        "capacity_bytes": est.memory.capacity_bytes,
-        "sent_bytes": est.sent_bytes,
-        "flops": est.flops,
-        "step_seconds_modelled": est.step_seconds,
-        "mfu_modelled": est.mfu,
-        "exposed_comm_seconds_modelled": est.exposed_comm_seconds,
-        "bound_modelled": est.bound,
         **({} if plan.run is None else {"run": plan.run.as_json()}),
-        "usd_per_step_modelled": None if est.slice.usd_per_hour is None else est.usd(),
     }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hardware.slices import Slice
 from meshlib.command.choices import is_maxtext
+from meshlib.command.figures import picked
 from meshlib.command.load import load_of, print_load
 from meshlib.command.output import say, say_json, say_verdict
 from meshlib.command.subject import slice_of, subject_of
@@ -113,13 +114,5 @@ def _about(p: ServingPoint) -> list[str]:
 
 
 def _entry(p: ServingPoint) -> dict[str, object]:
-    return {
-        "layout": p.name,
-        "batch": p.batch,
-        "fits": p.fits,
-        "peak_bytes": p.peak_bytes,
-        "token_seconds_modelled": p.token_seconds,
-        "tokens_per_second_modelled": p.tokens_per_second,
-        "prefill_seconds_modelled": p.prefill_seconds,
-        "usd_per_million_tokens_modelled": p.usd_per_million_tokens,
-    }
+    modelled = "token_seconds tokens_per_second prefill_seconds usd_per_million_tokens"
+    return {"layout": p.name, **picked(p, "batch fits peak_bytes", modelled)}
