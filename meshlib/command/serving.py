@@ -55,7 +55,7 @@ def serve(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class ServingTask:
-    """A serving task: arguments of `mtf.serving`, and notes on what is left out."""
+    """A serving task: arguments of `mtf.serving`, and notes on features that are not expressed."""
 
     config: TransformerConfig
     context: int

@@ -175,7 +175,7 @@ def is_hugging_face(program: str) -> bool:
 
 
 def _foreign(program: str) -> tuple[TransformerConfig, str]:
-    """The model of a config.json, and the features of it that are not expressed."""
+    """The model of a config.json, and its features that are not expressed."""
     from meshlib.sharing.foreign_config import config_notes, read_config
 
     lines = [line for note in config_notes(program) for line in wrapped(note, "not expressed: ", " ")]

@@ -31,7 +31,7 @@ _KINDS = (
 def explained_calls(
     package: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any] | None] = lambda function: None
 ) -> Callable[[Any], Any]:
-    """A function from a value to what a package exports for it: functions are wrapped, classes get wrapped methods.
+    """A function from a value to its exported form: functions are wrapped, classes get wrapped methods.
 
     Args:
       package: its `__name__`.

@@ -27,7 +27,7 @@ def jax_versions() -> dict[str, str]:
 
 
 def fingerprint(program: Program) -> str:
-    """Canonical key of what a program executes: its instructions, and the computations of their operations."""
+    """Canonical key of a program: its instructions, and the computations of their operations."""
     return key_of("compiled step", str(program), program.precision, list(_computed(program)))
 
 

@@ -81,7 +81,7 @@ def between_steps(dtype: DType, sharding: NamedSharding) -> np.dtype:
 
 
 def in_rows(x: jax.Array) -> jax.Array:
-    """A block that stays in row-major layout, in which a TPU stores what fills whole tiles of (8, 128); others as is.
+    """A block in row-major layout, in which a TPU stores whole tiles of (8, 128); other arrays unchanged.
 
     A loop's product may ask for another layout of its weight. XLA propagates that to the stack and copies all layers'
     before the loop; so it copies the one layer's instead.

@@ -41,7 +41,7 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
 
 
 def config_notes(path: str | os.PathLike[str]) -> list[str]:
-    """The features of a config.json that the model of `read_config` leaves out, and what each costs.
+    """The features of a config.json that the model of `read_config` lacks, and the effect of each.
 
     Raises: as `read_config`.
     """

@@ -244,7 +244,7 @@ class _Files(Mapping[str, Array]):
         return self.tensors[name].header.entries[self.names[name]].shape
 
     def wrong_kind(self, name: str) -> str:
-        """What is wrong with a tensor that holds no floats, such as quantised kernels; "" otherwise."""
+        """The fault of a tensor without floats, such as a quantised kernel; "" for a tensor of floats."""
         code = self.tensors[name].header.entries[self.names[name]].code
         return "" if code in FLOATS else f"is {code}; weights are {', '.join(FLOATS)}"
 

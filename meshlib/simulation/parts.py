@@ -35,7 +35,7 @@ Run = tuple[int, int]
 
 
 class Working(Move):
-    """Stands for a choice by a mask that is true for every index computed: its input, unchanged."""
+    """Replacement of a `where` whose mask is true for every computed index: its input, unchanged."""
 
 
 @dataclass(eq=False)

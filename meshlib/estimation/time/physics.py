@@ -9,13 +9,14 @@ A program of a single kernel has its VMEM, its clocks and its HBM for itself: lo
 has several. Compilers report more than its bytes take (`lone_passes`). Benchmarks of HBM streams and training steps do
 not show that: with softmaxes that read their scores in each pass, steps of BERT come out 15 to 21 % too long.
 
-How they were found: `meshlib.validation.calibrate`, on the training runs of Transformers in a file of published results
-(MaxText's tables and recipes, MLPerf); `python -m meshlib validate --file F --refit` finds them again. More terms were
-tried and dropped because no measurement shows them: a share of chained collectives that pieces cannot hide, traffic of
-element-wise groups beyond that at their boundaries. The prior of `early_exposed` is what a simpler model of the same
-rows found, 0.79 to 0.84 of the gathers of weights; a wide one leaves it and `product_rate` undetermined without v6e.
-The rows themselves say as much: with all others fitted, the loss is 72 where it is held at 0.2, 61 at 0.5, 56 at 0.8
-and 57 at 1.0. Which part of it is the core's own work and which the links' is not known.
+`meshlib.validation.calibrate` fits them to the training runs of Transformers in a file of published results (MaxText's
+tables and recipes, MLPerf); `python -m meshlib validate --file F --refit` repeats the fit. Further terms were tried and
+dropped because no measurement shows them: a share of chained collectives that pieces cannot hide, and traffic of
+element-wise groups beyond that at their boundaries. The prior of `early_exposed` is the result of a simpler model of
+the same rows, 0.79 to 0.84 of the gathers of weights; with a wide prior, neither it nor `product_rate` is determined
+without the rows of v6e. The rows agree with the prior: if `early_exposed` is fixed and all others are fitted, the loss
+is 72 at 0.2, 61 at 0.5, 56 at 0.8 and 57 at 1.0. It is not known which part of it is caused by the core, and which by
+the links.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ CLOCK_HZ = 1.5e9  # clock at which cycles are shown as time
 
 
 class SentByKind(NamedTuple):
-    """What a device sends in a step by one kind of collective over some axes: runs and bytes, planned and compiled."""
+    """Collectives of one kind over some axes in a step: runs, and bytes sent by a device, planned and compiled."""
 
     kind: str
     over: str
