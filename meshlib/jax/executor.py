@@ -143,9 +143,7 @@ class Executor(Interpreter[Array, TraceContext]):
         if op.opdef.show is not None and len(inputs) > 1:
             context.reported.prints.append(list(inputs[1:]))
         factors = op.opdef.roles(op)
-        axes: dict[str, tuple[str, ...]] = {}
-        for axis, factor in i.assignment:
-            axes[factor] = (*axes.get(factor, ()), axis)
+        axes = i.factor_axes
         split, moving = summary_factor(factors, axes), run_factors(factors, axes)
         part = RowContext(
             op,

@@ -189,8 +189,7 @@ def _compiled(specs: PartitionSpecs, devices: Sequence[Any] | None) -> Any:
         keys = {i.operation.name: np.zeros(2, np.uint32) for i, _, _ in walk(whole)}
         number = state.get(STEP, np.int32(0))
         context = TraceContext(whole.mesh, platform, program.precision == "highest", number, keys, Reported())
-        given = {v: feeds[n] for n, v in whole.inputs.items()} | {v: state[n] for n, v in whole.variables.items()}
-        values = _Constrained(context, specs, mesh).run(whole, given, context)
+        values = _Constrained(context, specs, mesh).run(whole, whole.given(state, feeds), context)
         return {n: values[v] for n, v in whole.outputs.items()}, {n: values[v] for n, v in whole.updates.items()}
 
     def placed(named: Mapping[str, Value], among: Mapping[str, Value]) -> dict[str, NamedSharding]:

@@ -225,8 +225,7 @@ class Step:
         platform = platform_of(self.mesh)
         context = TraceContext(p.mesh, platform, p.precision == "highest", number, drawn, notes, self.checked)
         state = {STEP: number, **changed, **constant}
-        given = {v: feeds[n] for n, v in p.inputs.items()} | {v: state[n] for n, v in p.variables.items()}
-        given = {v: x.astype(storage(v.tensor.dtype)) for v, x in given.items()}
+        given = {v: x.astype(storage(v.tensor.dtype)) for v, x in p.given(state, feeds).items()}
         values = Executor(context).run(p, given, context)
         outputs = {n: values[v] for n, v in p.outputs.items()}
         updates = {

@@ -347,10 +347,7 @@ class _Rewriter:
 
 def _split(i: Compute) -> dict[str, int]:
     """Factor -> number of blocks, for factors that some axis splits."""
-    counts: dict[str, int] = {}
-    for axis, factor in i.assignment:
-        counts[factor] = counts.get(factor, 1) * i.outputs[0].sharding.mesh.axis_size(axis)
-    return counts
+    return {factor: i.outputs[0].sharding.mesh.group_size(axes) for factor, axes in i.factor_axes.items()}
 
 
 def _in_order(v: Value, margins: Wide) -> tuple[Margin, ...]:

@@ -227,9 +227,7 @@ def _check_computation(instruction: Compute, signature: Signature) -> None:
     op = instruction.operation
     out = instruction.outputs[0]
     factors, linear = signature.factors, signature.linear
-    axes: dict[str, tuple[str, ...]] = {}
-    for axis, factor in instruction.assignment:
-        axes[factor] = (*axes.get(factor, ()), axis)
+    axes = instruction.factor_axes
     by_name = {f.name: f for f in factors}
     for name in axes:
         if name not in by_name or by_name[name].role is Role.WHOLE:

@@ -177,6 +177,14 @@ class Compute(Instruction):
     work: dict[str, Work] = field(default_factory=dict, init=False, repr=False)  # by precision: see `local_work`
 
     @property
+    def factor_axes(self) -> dict[str, tuple[str, ...]]:
+        """Factor -> the mesh axes that split it, major first."""
+        axes: dict[str, tuple[str, ...]] = {}
+        for axis, factor in self.assignment:
+            axes[factor] = (*axes.get(factor, ()), axis)
+        return axes
+
+    @property
     def content(self) -> object:
         return self.operation, self.inputs, self.outputs, self.assignment, self.exchanges
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import is_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from layouts import LayoutRules, Mesh
 from meshlib.core.compiler import XLA_TPU, Compiler
@@ -25,6 +25,9 @@ from meshlib.program.instructions import Compute, Instruction, Loop, Value
 if TYPE_CHECKING:
     from meshlib.program.analysis.buffers import Buffer, MemoryPlan
     from meshlib.program.analysis.memory import Memory
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,10 @@ class Program(Shown):
     def headline(self) -> str:
         """Mesh and layout in one line."""
         return f"mesh {self.mesh} ({self.mesh.size} cores), layout {self.layout or '(none)'}"
+
+    def given(self, state: Mapping[str, T], feeds: Mapping[str, T]) -> dict[Value, T]:
+        """What is given for each input and variable, from the state and the feeds by name."""
+        return {v: feeds[n] for n, v in self.inputs.items()} | {v: state[n] for n, v in self.variables.items()}
 
     def with_instructions(self, instructions: Sequence[Instruction]) -> Program:
         """The program with other instructions, as the result of a pass; itself if they are the same."""

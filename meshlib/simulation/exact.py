@@ -46,8 +46,7 @@ def run_exact(
 
     `watch` is called with every value made, for reports.
     """
-    given = {v: cut(feeds[name], v.sharding) for name, v in program.inputs.items()}
-    given |= {v: cut(state[name], v.sharding) for name, v in program.variables.items()}
+    given = {v: cut(array, v.sharding) for v, array in program.given(state, feeds).items()}
     values = _Exact(watch).run(program, given, engine)
     outputs = {name: together(v, values[v], name) for name, v in program.outputs.items()}
     for name, v in program.updates.items():
@@ -142,9 +141,7 @@ def _compute(program: Program, instruction: Compute, inputs: Sequence[Blocks], e
     if op.opdef.kind in ON_MXU:
         engine = replace(engine, operands=OperandCache())
     factors = op.opdef.roles(op)
-    axes: dict[str, tuple[str, ...]] = {}
-    for axis, factor in instruction.assignment:
-        axes[factor] = (*axes.get(factor, ()), axis)
+    axes = instruction.factor_axes
     places = _block_starts(program.mesh, factors, axes, op)
     split, moving = summary_factor(factors, axes), run_factors(factors, axes)
     types = tuple(x.local for x in instruction.inputs)

@@ -132,8 +132,7 @@ class FastExecutor(Interpreter[Array, Engine]):
         Outputs are the executor's own arrays, valid until the next step. New values are never written over the
         state, so that a step that fails leaves it as it was.
         """
-        given = {v: feeds[name] for name, v in self.program.inputs.items()}
-        given |= {v: state[name] for name, v in self.program.variables.items()}
+        given = self.program.given(state, feeds)
         self._targets = self.buffers.begin(state.values())
         self._free_stacks(state.values())
         constants = (state[name] for name in self.program.variables if name not in self.program.updates)

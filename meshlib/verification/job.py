@@ -93,8 +93,7 @@ class Job:
             values.setdefault((value.tensor, trips.next(value)), np.array(blocks[0]))
 
         outputs, updates = run_exact(program, state, self.feeds, self.engine(state, True), watch)
-        given = {v: self.feeds[name] for name, v in program.inputs.items()}
-        given |= {v: state[name] for name, v in program.variables.items()}
+        given = program.given(state, self.feeds)
         runs = []
         for sample in range(SAMPLES + 1):
             rng = np.random.default_rng([self.seed, 2, number, sample]) if sample else None
