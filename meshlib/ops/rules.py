@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hardware.core import FLOAT32_PASSES
 from layouts import Dimension, Shape
 from meshlib.core.dtypes import BOOL, DType
 from meshlib.core.errors import ShapeError
@@ -19,6 +20,12 @@ from meshlib.core.opdef import Array, Factor, Role, Work
 def no_work(ins: Sequence[TensorType], out: TensorType, attrs: Mapping[str, Any]) -> Work:
     """Work of operations that no core executes: inputs, variables, aliases, renames, and copies to or from the host."""
     return Work(0, 0)
+
+
+def mxu_passes(ins: Sequence[TensorType], attrs: Mapping[str, Any]) -> int:
+    """Bfloat16 passes of a product: 1, or 6 for wide operands at "highest" precision, as XLA's HIGHEST does (the 3
+    largest products of 3-way split operands, doubled for accuracy)."""
+    return FLOAT32_PASSES if attrs["precision"] == "highest" and ins[0].dtype.itemsize >= 4 else 1
 
 
 def vector_work(ins: Sequence[TensorType], out: TensorType, attrs: Mapping[str, Any]) -> Work:

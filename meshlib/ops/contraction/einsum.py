@@ -31,7 +31,7 @@ from meshlib.core.opdef import (
     operation,
 )
 from meshlib.ops.building import as_dims, build, tensor
-from meshlib.ops.rules import reducing_factors, same_dtype, union
+from meshlib.ops.rules import mxu_passes, reducing_factors, same_dtype, union
 
 Names = tuple[str, ...]
 
@@ -220,9 +220,7 @@ def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]
     a, b = (t.shape for t in ins)
     plan = matmul_plan(a.names, b.names, out.shape.names)
     contracted = prod(a.dim(n).size for n in plan.contracted)
-    # "highest" precision takes several bfloat16 passes: the 3 largest products of 3-way split operands, doubled for
-    # accuracy, as XLA's HIGHEST does: 6.
-    passes = 6 if attrs["precision"] == "highest" and ins[0].dtype.itemsize >= 4 else 1
+    passes = mxu_passes(ins, attrs)
     others = {*out.shape.names}
     summed = sum(t.size for t, other in ((a, b), (b, a)) if {*t.names} - {*other.names} - others)
     return Work(2 * out.shape.size * contracted * passes, summed)

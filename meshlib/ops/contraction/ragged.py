@@ -27,7 +27,7 @@ from meshlib.ops.contraction.einsum import Names, matmul_plan
 from meshlib.ops.pointwise.binary import subtract
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.cumulative import cumsum
-from meshlib.ops.rules import reducing_factors, same_dtype
+from meshlib.ops.rules import mxu_passes, reducing_factors, same_dtype
 
 PRECISIONS = ("default", "highest")
 # Row tile of the kernel: AI-Hypercomputer/maxtext src/maxtext/configs/types.py, wi_tile_fwd_batch_seq.
@@ -126,7 +126,7 @@ def _share(ins: Sequence[TensorType], attrs: Mapping[str, Any]) -> float:
 
 def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
     dims = {d.name: d.size for t in (*ins[:2], out) for d in t.shape if d.name != attrs["groups"]}
-    passes = 6 if attrs["precision"] == "highest" and ins[0].dtype.itemsize >= 4 else 1
+    passes = mxu_passes(ins, attrs)
     return Work(round(2 * prod(dims.values()) * _share(ins, attrs)) * passes, 0)
 
 

@@ -25,7 +25,7 @@ from meshlib.core.opdef import Array, Block, Factor, Halo, Kind, Linear, Product
 from meshlib.ops.building import build
 from meshlib.ops.images.convolution_kernel import Classes, convolved
 from meshlib.ops.images.sliding import Range, SlidingDims, pairs
-from meshlib.ops.rules import named_factors, same_dtype
+from meshlib.ops.rules import mxu_passes, named_factors, same_dtype
 
 
 def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
@@ -109,8 +109,7 @@ def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 
 
 def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    passes = 6 if attrs["precision"] == "highest" and ins[0].dtype.itemsize >= 4 else 1  # as in an einsum
-    return Work(2 * passes * products(ins, out, attrs), 0)
+    return Work(2 * mxu_passes(ins, attrs) * products(ins, out, attrs), 0)
 
 
 def products(ins: Sequence[TensorType], out: TensorType, attrs: Mapping[str, Any]) -> int:
