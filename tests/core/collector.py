@@ -12,7 +12,7 @@ import weakref
 import numpy as np
 
 import meshlib as mtf
-from meshlib.core.garbage import uncollected
+from meshlib.core.garbage import FEW_OBJECTS, LEAST_OBJECTS, uncollected
 
 
 def planned(count: int) -> list[list[int]]:
@@ -20,9 +20,7 @@ def planned(count: int) -> list[list[int]]:
 
 
 def large_constants_go_with_their_graphs() -> None:
-    """Without a collection that anybody asks for, however many other objects are alive: bytes count by themselves."""
-    others = [[n] for n in range(400_000)]
-    uncollected(planned)(100_000 + len(gc.get_objects()) // 2)  # enough for a collection, which counts the others
+    """Without a collection that anybody asks for: bytes count, however few objects hold them."""
     count = mtf.Dimension("n", 2**20)
     refs = []
     for n in range(24):
@@ -31,8 +29,8 @@ def large_constants_go_with_their_graphs() -> None:
             mtf.lower([table * 2])
         refs.append(weakref.ref(graph))
         del graph, table
+        uncollected(planned)(FEW_OBJECTS)  # enough to move the graph to the oldest generation
     assert sum(ref() is not None for ref in refs) <= 16
-    assert len(others) == 400_000
 
 
 def nobody_pays_for_a_plan_at_the_next_allocation() -> None:
@@ -64,9 +62,10 @@ def garbage_of_plans_is_collected_without_being_asked() -> None:
         """An object that only the collector frees."""
 
         def __init__(self) -> None:
-            self.own, self.more = self, planned(1000)
+            self.own, self.more = self, planned(2 * FEW_OBJECTS)
 
-    count = 400 + len(gc.get_objects()) // 1000  # a collection is due when half as many as are alive have joined
+    # A collection is due when as many have joined.
+    count = 2 * max(LEAST_OBJECTS, len(gc.get_objects())) // (2 * FEW_OBJECTS)
     refs = []
     for _ in range(count):
         refs.append(weakref.ref(uncollected(Knot)()))
