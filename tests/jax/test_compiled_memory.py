@@ -9,12 +9,13 @@ where the plan has 7.21, and 8.71 without these.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 
 jax = pytest.importorskip("jax", reason="needs JAX: pip install -e '.[jax]'")
-import jax.numpy as jnp
 
 import meshlib as mtf
 from meshlib.jax import step
@@ -26,8 +27,15 @@ from tests.effort import deep
 CASES = 200 if deep() else 20
 
 
+def at_once(cases: list[tuple[Callable[..., jax.Array], list[np.ndarray]]]) -> list[jax.Array]:
+    """The results of functions, each of operands of its own, compiled together."""
+    functions, operands = zip(*cases, strict=True)
+    return jax.jit(lambda all_of: [f(*xs) for f, xs in zip(functions, all_of, strict=True)])(operands)
+
+
 def test_one_element_of_each_row_equals_a_gather() -> None:
     rng = np.random.default_rng(0)
+    cases, expected = [], []
     for _ in range(CASES):
         rows = ["a", "b", "c"][: rng.integers(1, 4)]
         sizes = {n: int(rng.integers(1, 4)) for n in [*rows, "v"]}
@@ -36,15 +44,18 @@ def test_one_element_of_each_row_equals_a_gather() -> None:
         weights[rng.random(weights.shape) < 0.1] = np.inf
         chosen = rng.integers(0, sizes["v"], [sizes[n] for n in rows])
         out = tuple(map(str, rng.permutation(rows)))
-        found = _selected(jnp.asarray(weights), jnp.asarray(chosen), (order, tuple(rows)), "v", out)
+        cases.append((partial(_selected, names=(order, tuple(rows)), dim="v", out=out), [weights, chosen]))
         moved = weights.transpose([order.index(n) for n in (*rows, "v")])
         wanted = np.take_along_axis(moved, chosen[..., None], -1)[..., 0]
-        np.testing.assert_array_equal(found, wanted.transpose([rows.index(n) for n in out]))
+        expected.append(wanted.transpose([rows.index(n) for n in out]))
+    for result, wanted in zip(at_once(cases), expected, strict=True):
+        np.testing.assert_array_equal(result, wanted)
 
 
 def test_products_of_joined_dims_are_einsums() -> None:
     """Random names and orders: whichever dims are joined, the result is NumPy's."""
     rng = np.random.default_rng(1)
+    cases, expected = [], []
     for _ in range(CASES):
         names = list("abcdef")
         a, b = (tuple(map(str, rng.permutation(rng.choice(names, rng.integers(1, 6), replace=False)))) for _ in "ab")
@@ -52,8 +63,10 @@ def test_products_of_joined_dims_are_einsums() -> None:
         out = tuple(map(str, rng.permutation(rng.choice(both, rng.integers(0, len(both) + 1), replace=False))))
         sizes = {n: int(rng.integers(1, 4)) for n in names}
         x, y = (rng.integers(-3, 4, [sizes[n] for n in ns]).astype(np.float32) for ns in (a, b))
-        wanted = np.einsum(f"{''.join(a)},{''.join(b)}->{''.join(out)}", x, y)
-        np.testing.assert_array_equal(product(jnp.asarray(x), jnp.asarray(y), a, b, out), wanted)
+        cases.append((lambda x, y, a=a, b=b, out=out: product(x, y, a, b, out), [x, y]))
+        expected.append(np.einsum(f"{''.join(a)},{''.join(b)}->{''.join(out)}", x, y))
+    for result, wanted in zip(at_once(cases), expected, strict=True):
+        np.testing.assert_array_equal(result, wanted)
 
 
 @pytest.fixture(scope="module")

@@ -141,7 +141,7 @@ def test_gradients_of_equal_maxima_go_to_the_first_as_in_jax():
                          padding=padding)  # fmt: skip
             weights = mtf.constant(np.arange(1, y.shape.size + 1, dtype="float32").reshape(y.shape.sizes), y.shape)
             (dx,) = mtf.gradients([mtf.reduce_sum(y * weights)], [x])
-        wanted = jax.grad(lambda x, of=of: weighed(pooled(x, *of)))(image)
+        wanted = jax.jit(jax.grad(lambda x, of=of: weighed(pooled(x, *of))))(image)
         for layout in [f"{d.name}:a" for d in y.shape.dims[:3] if d.size % 2 == 0]:
             for executor in ("exact", "fast"):
                 simulation = mtf.simulate(mtf.lower({"dx": dx}, mesh="a:2", layout=layout), executor=executor)
