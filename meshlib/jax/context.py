@@ -86,12 +86,13 @@ class TraceContext:
 
     def index(self, axes: tuple[str, ...]) -> Index:
         """This device's index along several mesh axes, the first of them major."""
-        place: Index = 0
+        place: Index | None = None
         for axis in axes:
             size = self.mesh.axis_size(axis)
             if size > 1:
-                place = place * size + lax.axis_index(axis)
-        return place
+                index = lax.axis_index(axis)
+                place = index if place is None else place * size + index
+        return 0 if place is None else place
 
     def check_indices(self, op: Operation, indices: Array) -> None:
         """Report whether an index is out of range for the dim that `op` looks up, if checks are on."""

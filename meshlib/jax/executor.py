@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -149,7 +149,7 @@ class Executor(Interpreter[Array, TraceContext]):
             op,
             tuple(x.tensor.shape.names for x in i.inputs),
             tuple(y.local for y in i.outputs),
-            _offsets(i, factors, axes, context),
+            _Offsets(i, factors, axes, context),
             context,
             ({},) * len(inputs),
             (None,) * len(inputs),
@@ -167,14 +167,28 @@ class Executor(Interpreter[Array, TraceContext]):
         return run_row(part, row_of(op).local, inputs)
 
 
-def _offsets(i: Compute, factors: Sequence[Factor], axes: Axes, context: TraceContext) -> dict[str, Index]:
-    """Factor -> global index at which this device's block begins; for windows, in the dim of `Halo.length`."""
-    offsets: dict[str, Index] = {}
-    for f in factors:
-        over = axes.get(f.name, ())
-        size = Halo.length(i.operation, f) if f.role in RUNS else f.size
-        offsets[f.name] = context.index(over) * (size // context.mesh.group_size(over)) if over else 0
-    return offsets
+class _Offsets(Mapping[str, Index]):
+    """Factor -> global index at which this device's block begins; for windows, in the dim of `Halo.length`.
+
+    Computed where a row reads it: most rows read none, and each index takes several operations of the trace.
+    """
+
+    def __init__(self, i: Compute, factors: Sequence[Factor], axes: Axes, context: TraceContext) -> None:
+        self._factors = {f.name: f for f in factors}
+        self._operation, self._axes, self._context = i.operation, axes, context
+
+    def __getitem__(self, name: str) -> Index:
+        f, over = self._factors[name], self._axes.get(name, ())
+        if not over:
+            return 0
+        size = Halo.length(self._operation, f) if f.role in RUNS else f.size
+        return self._context.index(over) * (size // self._context.mesh.group_size(over))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._factors)
+
+    def __len__(self) -> int:
+        return len(self._factors)
 
 
 def _with_halos(

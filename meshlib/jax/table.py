@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -163,7 +164,8 @@ def rounded(x: Array) -> Array:
 
 def as_declared(op: Operation, out: TensorType, y: Any) -> Array:
     """The result of a row, converted to its declared type."""
-    y = jnp.asarray(y)
+    if not isinstance(y, jax.Array):
+        y = jnp.asarray(y)
     if y.shape != out.shape.sizes:
         raise ProgramError(f"{op} made {y.dtype}{list(y.shape)} on JAX, not the declared {out}")
     wanted = storage(out.dtype)
