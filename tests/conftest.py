@@ -30,6 +30,7 @@ gc.set_threshold(0)  # what importing tests makes stays
 
 import sys  # noqa: E402
 from collections.abc import Generator, Iterator  # noqa: E402
+from contextlib import suppress  # noqa: E402
 from importlib.util import find_spec  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -106,8 +107,26 @@ def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Python processes that tests start compile modules once a run, also where nothing is written beside sources."""
     with pytest.MonkeyPatch.context() as patch:
         if sys.dont_write_bytecode:
-            patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
             # Of all workers of pytest-xdist: each has a folder of its own in that of the run.
             run = tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else None
-            patch.setenv("PYTHONPYCACHEPREFIX", str((run or tmp_path_factory.getbasetemp()) / "compiled"))
+            compiled = (run or tmp_path_factory.getbasetemp()) / "compiled"
+            _link_compiled(compiled)
+            patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+            patch.setenv("PYTHONPYCACHEPREFIX", str(compiled))
         yield
+
+
+def _link_compiled(folder: Path) -> None:
+    """Lets processes whose compiled modules are in `folder` find those that are installed with their sources."""
+    for name in ("json", "numpy", "jax", "jaxlib", "ml_dtypes", "einops"):
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:
+            continue
+        package = Path(spec.origin).parent
+        caches = package.parent.glob("*/__pycache__") if name == "json" else package.rglob("__pycache__")
+        for cache in [*caches, package.parent / "__pycache__"]:
+            linked = folder / cache.parent.relative_to(cache.anchor)
+            linked.mkdir(parents=True, exist_ok=True)
+            for file in cache.glob(f"*.{sys.implementation.cache_tag}.pyc"):
+                with suppress(FileExistsError):  # the other worker's
+                    (linked / file.name).symlink_to(file)

@@ -27,9 +27,6 @@ def test_two_processes_train_save_and_load(
     for name, value in (("MESHLIB_OFFLINE", "1"), ("XDG_CACHE_HOME", str(tmp_path))):  # digits that are drawn
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MESHLIB_MNIST", raising=False)
-    if sys.dont_write_bytecode:  # JAX is compiled already, beside its sources
-        monkeypatch.delenv("PYTHONPYCACHEPREFIX")
-        monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     (tmp_path / "text.txt").write_text("Layouts never change results, random numbers included. " * 60)
     names = some(list(EXAMPLES), [])  # whole examples take two processes half a minute
     with socket.socket() as s:
