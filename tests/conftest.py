@@ -82,19 +82,22 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
-    """Once a process takes more than a tenth of the memory of the machine, young objects are collected."""
+    """Young objects are collected once a process takes 2 GiB, or all of them a third of the memory of the machine."""
     yield
-    if gc.get_threshold()[0] == 0 and _resident_share() > 0.1:
+    if gc.get_threshold()[0] == 0 and _is_large():
         gc.freeze()
         gc.set_threshold(20_000, 20, 10)
 
 
-def _resident_share() -> float:
-    """The memory that this process takes, as a share of that of the machine; 0 where the system does not tell."""
+def _is_large() -> bool:
+    """Whether this process takes more memory than garbage may; True where the system does not tell."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) / os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError):
-        return 0.0
+        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, AttributeError):
+        return True
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return resident_pages * page_bytes > min(2 * 2**30, pages * page_bytes / 3 / workers)
 
 
 def pytest_unconfigure() -> None:

@@ -44,10 +44,8 @@ def alone(name: str, temperature: float = 0.0) -> tuple[tuple[int, ...], ...]:
     if temperature:
         made = [served(name, PROMPTS, batch=1, temperature=temperature, chunk=16).run()]
         return tuple(done.tokens for done in made[0])
-    return tuple(
-        mtf.generate(small(name), [prompt], state(name), max_tokens=count, precision="highest").tokens[0]
-        for prompt, count in zip(PROMPTS, COUNTS, strict=True)
-    )
+    complete = mtf.Generator(small(name), state(name), 1, max(map(len, PROMPTS)), max(COUNTS), precision="highest")
+    return tuple(complete([prompt]).tokens[0][:count] for prompt, count in zip(PROMPTS, COUNTS, strict=True))
 
 
 WAYS: dict[str, dict[str, Any]] = {
