@@ -7,8 +7,9 @@ A load is simulated over the times of these steps (`served_load`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -213,8 +214,9 @@ class _Sweep:
             except LayoutError as fault:
                 skipped[name] = str(fault)
                 continue
-            largest[name] = self._largest_batch(first, mesh, rules, group)
-            of_layout = [*self._fitting_points(first, mesh, rules, group, batches, largest[name])]
+            decode = cache(partial(self._decode, mesh, rules))
+            largest[name] = self._largest_batch(first, decode, group)
+            of_layout = [*self._fitting_points(first, decode, group, batches, largest[name])]
             points += of_layout
             if self.load is not None and of_layout:
                 loads.append(self._served(self.load, of_layout, mesh, rules))
@@ -267,7 +269,12 @@ class _Sweep:
         return LayoutRules([*rules.rules, *LayoutRules("d_model:features" if "features" in parts else "").rules])
 
     def _fitting_points(
-        self, first: ServingPoint, mesh: Mesh, rules: LayoutRules, group: int, batches: Sequence[int] | None, most: int
+        self,
+        first: ServingPoint,
+        decode: Callable[[int], Estimate],
+        group: int,
+        batches: Sequence[int] | None,
+        most: int,
     ) -> Iterator[ServingPoint]:
         """The points of a layout that fit."""
         if batches is None:
@@ -276,9 +283,9 @@ class _Sweep:
         else:
             tried = [b for b in sorted({*batches}) if b % group == 0 and b <= most]
         for batch in tried:
-            yield first if batch == group else replace(first, batch=batch, decode=self._decode(mesh, rules, batch))
+            yield first if batch == group else replace(first, batch=batch, decode=decode(batch))
 
-    def _largest_batch(self, first: ServingPoint, mesh: Mesh, rules: LayoutRules, group: int) -> int:
+    def _largest_batch(self, first: ServingPoint, decode: Callable[[int], Estimate], group: int) -> int:
         """The largest multiple of `group` that fits: memory grows almost linearly, so it is guessed and checked."""
         if not first.fits:
             return 0
@@ -286,7 +293,7 @@ class _Sweep:
         bytes_of = {1: first.decode.memory.needed_bytes}
         count, guessed = 2, True
         while high - low > 1:
-            memory = self._decode(mesh, rules, count * group).memory
+            memory = decode(count * group).memory
             bytes_of[count] = memory.needed_bytes
             width = high - low
             low, high = (count, high) if memory.fits else (low, count)
