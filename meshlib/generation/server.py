@@ -38,9 +38,11 @@ class Completion:
 
     Attributes:
       request: its number, from 0 in order of submission.
-      tokens, text: without the stop sequence; no text without a tokenizer. ended: whether a stop sequence ended it.
-      steps: server steps since its prompt began to be read; shared: prompt tokens found in shared pages instead of
-        being read; accepted: accepted drafts.
+      tokens, text: the completion without its stop sequence; the text is "" without a tokenizer.
+      ended: whether a stop sequence ended it.
+      steps: number of server steps since its prompt began to be read.
+      shared: number of prompt tokens that were found in shared pages instead of being read.
+      accepted: number of accepted drafts.
     Example:
       >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("llama2-7b").reduced()
@@ -86,19 +88,22 @@ class Server:
     """A model that serves prompts as they arrive.
 
     Args:
-      config: a decoder. state: its parameters, as in `mtf.generate`.
-      batch: sequences that run together. cache_length: positions of each, for prompt and completion together.
-      chunk: prompt tokens read per step.
+      config: the config of a decoder.
+      state: its parameters, as in `mtf.generate`.
+      batch: number of sequences that run together.
+      cache_length: number of positions per sequence, for prompt and completion together.
+      chunk: number of prompt tokens read per step.
       page_size, pages: slots per page, and number of pages, shared by all sequences; by default each row has its own
         `cache_length` slots. A sequence waits until pages for all of its tokens are free; full pages of common prefixes
         are shared.
-      temperature, top_k, top_p: sampling options. seed: seed of sampling; each request has its own random stream.
+      temperature, top_k, top_p, seed: sampling options; each request has its own random stream.
       stop: tokens, or texts, that end a completion.
-      draft_tokens: drafts verified per step; 0: none. drafts: (tokens of a sequence, most) -> at most that many drafts;
-        by default prompt lookup, see `meshlib.generation.sampling.repeated`. Greedy completions are unchanged, sampled
-        ones have the same distribution.
-      tokenizer: as in `mtf.generate`.
-      mesh, layout, slice, cache_dtype, precision, executor: as in `mtf.generate`; run_program: its `run`.
+      draft_tokens: number of drafts verified per step; 0: none.
+      drafts: function of the tokens of a sequence and a number, which returns at most so many drafts; by default prompt
+        lookup, see `meshlib.generation.sampling.repeated`. Greedy completions are unchanged, sampled ones have the same
+        distribution.
+      tokenizer, mesh, layout, slice, cache_dtype, precision, executor: as in `mtf.generate`.
+      run_program: as `run` of `mtf.generate`.
     Raises: GraphError for invalid arguments.
     Example:
       >>> import meshlib as mtf

@@ -38,38 +38,52 @@ class TransformerConfig(Shown, Config):
     """Configuration of a Transformer; `mtf.models.preset(name)` has published ones.
 
     Dimensions:
-      layers: layers of the decoder, or of an encoder without decoder. encoder_layers: layers of the encoder of an
-        encoder-decoder.
+      layers: number of layers of the decoder, or of an encoder without decoder.
+      encoder_layers: number of layers of the encoder in an encoder-decoder.
       d_model, d_ff, vocab: features, hidden features of the feed-forward block, size of the vocabulary.
-      heads, kv_heads, head_dim: query heads, key and value heads (by default as many), features of each.
-      max_length: positions with learned embeddings. segments: segment types with an embedding (BERT's two).
+      heads, kv_heads, head_dim: query heads, key and value heads (by default as many), features of a head.
+      max_length: number of positions with learned embeddings.
+      segments: number of segment types with an embedding (two in BERT).
     Blocks:
       kind: "decoder" (causal), "encoder" (bidirectional, predicts masked tokens) or "encoder-decoder".
-      gated, activation: feed-forward (act(x Wg) * (x Wi)) Wo, or act(x Wi) Wo.
-      norm, norm_position, norm_epsilon: "layer" or "rms", before each block, after the residual sum, or of each block's
-        output before it is added (OLMo 2 and 3).
-      bias: whether products and layer norms have biases. attention_bias: for attention, if different;
-        attention_out_bias: for its last product, if different from the others (Qwen 2).
-      parallel: attention and feed-forward share a norm and are summed (PaLM). post_norms: a norm of each block's result
-        before the residual sum (Gemma 3); attention_post_norm: False if only the feed-forward block has it.
-      qk_norm: an RMS norm of queries and keys per head; qk_norm_over_heads: over all heads together (OLMo).
-      embedding_norm: a norm after the embeddings. layer_scale: each layer multiplies its result by a learned number.
+      gated, activation: the feed-forward block computes (act(x Wg) * (x Wi)) Wo if gated, else act(x Wi) Wo.
+      norm: "layer" or "rms".
+      norm_position: "pre": before each block; "post": after the residual sum; "output": on a block's output before it
+        is added (OLMo 2 and 3).
+      norm_epsilon: added to the variance of a norm.
+      bias: whether products and layer norms have biases.
+      attention_bias: the same for attention, if different; attention_out_bias for its last product (Qwen 2).
+      parallel: whether attention and feed-forward share a norm, and their results are added at once (PaLM).
+      post_norms: whether each block's result has a norm before the residual sum (Gemma 3); with
+        attention_post_norm=False only that of the feed-forward block.
+      qk_norm: whether queries and keys have an RMS norm per head; with qk_norm_over_heads over all heads (OLMo).
+      embedding_norm: whether a norm follows the embeddings.
+      layer_scale: whether each layer multiplies its result by a learned number.
     Attention:
       windows: attention window of each layer (None: global), a pattern that repeats over the layers.
       attention: "flash" keeps the scores on chip (the gradient of relative positions recomputes them in memory),
         "materialised" writes them to memory.
       attention_scale: factor of the scores; by default head_dim ** -0.5.
-      global_head_dim, global_kv_heads, share_kv: overrides for global layers, if others have windows; share_kv: values
-        are the keys before norm and rotation (Gemma 4).
+      global_head_dim, global_kv_heads: sizes in global layers, if other layers have windows.
+      share_kv: whether the values of global layers are their keys before norm and rotation (Gemma 4).
       latent: keys and values from a low-rank vector per token, see `LatentAttention` (DeepSeek).
-    Experts: experts: mixtures of experts in place of the feed-forward blocks of some layers, see `Experts`.
-    Positions: "learned", "sinusoidal", "rotary" (rope_theta; local_rope_theta in layers with a window; rope_scaling in
-      the others, see `mtf.layers.RotaryScaling`), "relative" (T5's relative_buckets up to
-      relative_max_distance) or "none".
-    Head: tied: logits use the embedding table. head: "transform" adds a dense layer, activation, norm and bias (BERT).
-      scale_embedding, scale_logits: by d_model ** 0.5 and d_model ** -0.5. logit_cap: cap * tanh(x / cap).
-    Training: dropout (for attention weights only if they are materialised), label_smoothing, z_loss.
-    Numerics: by default float32 variables and bfloat16 activations; precision int8 or fp8 applies to all but the head.
+    Experts:
+      experts: mixtures of experts in place of the feed-forward blocks of some layers, see `Experts`.
+    Positions:
+      position: "learned", "sinusoidal", "rotary", "relative" or "none".
+      rope_theta, rope_scaling: base and scaling of rotary positions, see `mtf.layers.RotaryScaling`;
+        local_rope_theta: the base in layers with a window, which are not scaled.
+      relative_buckets, relative_max_distance: buckets of T5's relative positions, and the distance that they reach.
+    Head:
+      tied: whether the logits use the embedding table.
+      head: "linear", or "transform", which adds a dense layer, activation, norm and bias (BERT).
+      scale_embedding, scale_logits: whether embeddings are multiplied by d_model ** 0.5, logits by d_model ** -0.5.
+      logit_cap: logits are cap * tanh(x / cap), unless 0.
+    Training:
+      dropout: rate of dropout, applied to attention weights only if they are materialised.
+      label_smoothing, z_loss: of the loss.
+    Numerics:
+      numerics: by default float32 variables and bfloat16 activations; int8 or fp8 products leave out the head.
 
     Raises: GraphError with all faults at once.
     Example:

@@ -32,9 +32,12 @@ class DeviceMemory(Shown):
     """Memory of one device in one step. Bytes are exact for the program's order.
 
     Attributes:
-      capacity_bytes: HBM available to programs; built_bytes: as built.
-      peak_bytes: with tile padding; exact_peak_bytes: without, the `program.memory.peak_bytes`.
-      by_kind: padded bytes at the peak; timeline_bytes: padded bytes at each instruction; moments: those instructions.
+      capacity_bytes: HBM that is available to programs.
+      built_bytes: HBM as built.
+      peak_bytes: peak with tile padding.
+      exact_peak_bytes: peak without padding, as `program.memory.peak_bytes`.
+      by_kind: padded bytes at the peak, by kind.
+      timeline_bytes, moments: padded bytes at each instruction, and the instructions in words.
       live: the buffers at the peak with their source lines, `bytes` padded, largest first.
       at: the instruction at the peak.
       notes: notes of the program, such as a mesh axis that splits nothing.
