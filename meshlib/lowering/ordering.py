@@ -42,6 +42,7 @@ class _Scheduler:
 
     def run(self) -> list[Group]:
         self._analyse()
+        self._note_lasting()
         ready: list[tuple[int, int]] = []
         sent: set[Value] = set()  # by collectives since the last product
         arrives: dict[Value, float] = {}  # nominal flops completed when a collective's result arrives
@@ -93,31 +94,31 @@ class _Scheduler:
 
     def _analyse(self) -> None:
         """Determine producers and users of the values that leave their group."""
-        pinned = {*self.program.outputs.values()}
         self.made_in = {y: g for g, group in enumerate(self.groups) for i in group for y in i.outputs}
-        self.users: dict[Value, set[int]] = {}
-        for g, group in enumerate(self.groups):
-            for i in group:
-                for x in i.inputs:
-                    if self.made_in[x] != g:
-                        self.users.setdefault(x, set()).add(g)
-        self.left = {x: len(users) for x, users in self.users.items()}
         self.inputs = [
             {x for i in group for x in i.inputs if self.made_in[x] != g} for g, group in enumerate(self.groups)
         ]
+        self.users: dict[Value, set[int]] = {}
+        for g, inputs in enumerate(self.inputs):
+            for x in inputs:
+                self.users.setdefault(x, set()).add(g)
+        self.left = {x: len(users) for x, users in self.users.items()}
         self.unmet = [len(xs) for xs in self.inputs]
         self.hidden_flops = [sum([hidden_flops(self.program, i) for i in group]) for group in self.groups]
         self.leads_on = [bool(flops) for flops in self.hidden_flops]  # to a product or loop
         for g in reversed(range(len(self.groups))):
             users = {u for i in self.groups[g] for y in i.outputs for u in self.users.get(y, ())}
             self.leads_on[g] |= any(self.leads_on[u] for u in users)
-        resident = {*self.program.inputs.values(), *self.program.variables.values()}
-        self.lasting = pinned | resident
+
+    def _note_lasting(self) -> None:
+        """Determine the values that no reader frees, and the updates that replace their variable."""
+        program = self.program
+        self.lasting = {*program.outputs.values(), *program.inputs.values(), *program.variables.values()}
         # A variable's new value replaces the old one once that has no other readers.
         self.replaces = {
-            v: self.program.variables[name]
-            for name, v in self.program.updates.items()
-            if name in self.program.variables and v not in self.lasting
+            v: program.variables[name]
+            for name, v in program.updates.items()
+            if name in program.variables and v not in self.lasting
         }
 
     def _frees(self, g: int) -> bool:
