@@ -159,13 +159,7 @@ def _refined(parts: Sequence[Part], mesh: Mesh) -> list[Part]:
 
 def _of_mesh(sizes: str, order: str | None, used: str) -> Groups:
     mesh = Mesh([(a, int(n)) for a, n in _AXIS.findall(sizes)])
-    ids = np.arange(mesh.size)
-    if order:
-        match = _ORDER.search(order)
-        if match is None:
-            raise ProgramError(f"explain: device order in a notation that is not known: {order[:80]}")
-        listed = not match[2] and not match[3]
-        ids = np.array(_integers(match[1])) if listed else _iota(match[2] or match[1], match[3])
+    ids = _device_order(order) if order else np.arange(mesh.size)
     shape: list[int] = []
     chosen: list[int] = []
     wanted = {(a, int(b) if b else 1, int(n) if n else mesh.axis_size(a)) for a, b, n in _USED.findall(used)}
@@ -180,6 +174,15 @@ def _of_mesh(sizes: str, order: str | None, used: str) -> Groups:
     rest = [n for n in range(len(shape)) if n not in chosen]
     count = prod(shape[n] for n in chosen)
     return _rows(ids.reshape(shape or [1]).transpose([*rest, *chosen] or [0]).reshape(-1, count))
+
+
+def _device_order(order: str) -> np.ndarray:
+    """Numbers of the devices of a mesh: a list, or an iota."""
+    match = _ORDER.search(order)
+    if match is None:
+        raise ProgramError(f"explain: device order in a notation that is not known: {order[:80]}")
+    listed = not match[2] and not match[3]
+    return np.array(_integers(match[1])) if listed else _iota(match[2] or match[1], match[3])
 
 
 def _iota(shape: str, order: str | None) -> np.ndarray:
