@@ -4,13 +4,15 @@ The product of two bfloat16 values has 16 significant bits, so it is exact in fl
 once, as a multiplication followed by an addition does. What is left to settle is the order of addition. A BLAS adds
 k = 0, 1, ... into one accumulator for each element of the result wherever its kernels work on whole register tiles;
 at ragged edges, and for depths that it cuts in blocks, it may not. So operands are padded with zeros to panels of a few
-fixed shapes, one tile of the array deep, and each shape is compared with the ordered loop, bit for bit, before it is
-used for the first time in a process. A shape that differs, under this BLAS on this processor, is never used.
+fixed shapes, at most one tile of the array deep, and each shape is compared with the ordered loop, bit for bit, before
+it is used for the first time in a process. A shape that differs, under this BLAS on this processor, is never used.
+
+The time of a panel is proportional to its multiply-adds, padding included. So panels have fine edges where BLAS is
+exact at these, and coarse ones elsewhere.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -23,7 +25,8 @@ Array = NDArray[Any]
 Range = tuple[float, float]  # smallest non-zero and largest magnitude
 Ordered = Callable[[Array, Array, Array, int], None]  # first [K, B, M], second [K, B, N], out [B, M, N], rows
 
-EDGES = (48, 96, 192, 384)  # panel edges: multiples of the register tiles of all common kernels
+FINE = (16, 32, 64, 128, 256, 384)  # panel edges: multiples of the register tiles of some kernels
+COARSE = (48, 96, 192, 384)  # multiples of those of all common kernels
 DEPTHS = (16, 32, 64)  # depths of panels shallower than the array
 MOST_PADDING = 8  # a panel costs at most an eighth of the ordered loop per multiply-add
 LARGEST_PRODUCT = float(np.finfo(np.float32).max)
@@ -89,41 +92,63 @@ def multiply_exactly(
     width = right.shape[2]
     if 0 in (batch, height, width, depth):
         return False
-    tile = min(rows, next((d for d in DEPTHS if d >= depth), rows))
-    heights, widths = _edges(height), _edges(width)
-    tiles = math.ceil(depth / tile)
-    if sum(heights) * sum(widths) * tiles * tile > MOST_PADDING * height * width * depth:
+    depths = _depths(depth, rows)
+    if sum(_edges(height, COARSE)) * sum(_edges(width, COARSE)) * sum(depths) > MOST_PADDING * height * width * depth:
         return False
     operands = operands or OperandCache()
     if not _products_are_exact(
         operands.of("magnitudes", left, _magnitudes), operands.of("magnitudes", right, _magnitudes)
     ):
         return False
-    if not all(_is_exact(Panel(h, w, tile), ordered) for h in {*heights} for w in {*widths}):
+    for edges in (FINE, COARSE):
+        heights, widths = _edges(height, edges), _edges(width, edges)
+        panels = (Panel(h, w, d) for h in {*heights} for w in {*widths} for d in {*depths})
+        if all(_is_exact(panel, ordered) for panel in panels):
+            break
+    else:
         return False
-    a = _padded(operands, left, sum(heights), tiles * tile)
-    b = _padded(operands, right, tiles * tile, sum(widths))
+    a = _padded(operands, left, sum(heights), sum(depths))
+    b = _padded(operands, right, sum(depths), sum(widths))
     for n in range(batch):
         for i, h in _runs(heights):
             for j, w in _runs(widths):
-                _sum_of_tiles(a[n, i : i + h], b[n, :, j : j + w], tile, out[n, i : i + h, j : j + w])
+                _sum_of_tiles(a[n, i : i + h], b[n, :, j : j + w], depths[0], out[n, i : i + h, j : j + w])
     return True
 
 
 def _sum_of_tiles(a: Array, b: Array, tile: int, out: Array) -> None:
-    """The product of one panel, tile by tile, without its padding; the accumulator begins at 0."""
+    """The product of one panel, tile by tile, without its padding; the accumulator begins with the first tile."""
     height, width = out.shape
+    if out.shape == (a.shape[0], b.shape[1]):
+        np.matmul(a[:, :tile], b[:tile], out=out)
+        if a.shape[1] <= tile:
+            return
+        begin = tile
+    else:
+        out[...] = 0
+        begin = 0
     partial = np.empty((a.shape[0], b.shape[1]), np.float32)
-    total: Array | np.float32 = np.float32(0)
-    for k in range(0, a.shape[1], tile):
+    for k in range(begin, a.shape[1], tile):
         np.matmul(a[:, k : k + tile], b[k : k + tile], out=partial)
-        total = np.add(total, partial[:height, :width], out=out)
+        np.add(out, partial[:height, :width], out=out)
 
 
-def _edges(size: int) -> list[int]:
-    """Edges of the panels that cover `size` rows or columns: the largest edge repeated, then the smallest that fits."""
-    whole, rest = divmod(size, EDGES[-1])
-    return [EDGES[-1]] * whole + ([next(e for e in EDGES if e >= rest)] if rest else [])
+def _edges(size: int, edges: tuple[int, ...]) -> list[int]:
+    """Edges of the panels that cover `size` rows or columns; several in place of one where that saves an eighth."""
+    whole, rest = divmod(size, edges[-1])
+    panels = [edges[-1]] * whole
+    if rest:
+        fitting = next(e for e in edges if e >= rest)
+        below = max((e for e in edges if e <= rest), default=fitting)
+        parts = [below, *_edges(max(0, rest - below), edges)]
+        panels += parts if 8 * sum(parts) <= 7 * fitting else [fitting]
+    return panels
+
+
+def _depths(depth: int, rows: int) -> list[int]:
+    """Depths of the tiles of an array of `rows` rows: whole ones, and a shallower one for what is left."""
+    whole, rest = divmod(depth, rows)
+    return [rows] * whole + ([min(rows, next((d for d in DEPTHS if d >= rest), rows))] if rest else [])
 
 
 def _runs(edges: list[int]) -> Iterator[tuple[int, int]]:
@@ -167,7 +192,7 @@ def _magnitudes(x: Array) -> Range | None:
     return (float(values[0]) or 1.0, float(values[1]))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _is_exact(panel: Panel, ordered: Ordered) -> bool:
     """Whether BLAS adds a panel of this shape in order, tested once on values whose sums depend on the order."""
     for seed in range(2):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import ml_dtypes
@@ -110,7 +111,9 @@ def _round_dense(x: Array, out: Array) -> None:
                 result[nan] = quiet
 
 
-def mxu_matmul(a: Array, b: Array, rows: int = 128, operands: OperandCache | None = None) -> Array:
+def mxu_matmul(
+    a: Array, b: Array, rows: int = 128, operands: OperandCache | None = None, out: Array | None = None
+) -> Array:
     """Matrix product in the order of addition of a weight-stationary array of `rows` rows.
 
     For every tile of `rows` consecutive k the partial sum begins at 0 and adds the products of
@@ -122,7 +125,8 @@ def mxu_matmul(a: Array, b: Array, rows: int = 128, operands: OperandCache | Non
       b: [..., K, N], same dtype; leading dims broadcast against those of a.
       rows: rows of the array, >= 1.
       operands: of several products that share arrays, see `hardware.exact_products`.
-    Returns: [..., M, N], same dtype.
+      out: [..., M, N] of the same dtype, C-contiguous, to write to.
+    Returns: `out`, or a new array of that shape and dtype.
     Cost: 2 M N K element operations. Products of bfloat16 values go through BLAS (`hardware.exact_products`), which
       takes about a twentieth of the time of the ordered loop over other values; their bits are the same.
     Raises: HardwareError for other dtypes, ranks below 2, unequal K or batch dims that do not broadcast.
@@ -143,16 +147,28 @@ def mxu_matmul(a: Array, b: Array, rows: int = 128, operands: OperandCache | Non
     else:
         left = np.broadcast_to(a, (*batch, m, depth)).reshape(math.prod(batch), m, depth)  # m, n and depth may be 0
         right = np.broadcast_to(b, (*batch, depth, n)).reshape(math.prod(batch), depth, n)
-    out = np.zeros((left.shape[0], left.shape[1], n), a.dtype)
-    if a.dtype == np.float32 and multiply_exactly(left, right, out, rows, _matmul_in_order, operands):
-        return out.reshape(*batch, m, n)
+    result = _result(out, (*batch, m, n), a.dtype)
+    target = result.reshape(left.shape[0], left.shape[1], n)
+    if a.dtype == np.float32 and multiply_exactly(left, right, target, rows, _matmul_in_order, operands):
+        return result
     first = np.ascontiguousarray(left.transpose(2, 0, 1))  # [K, B, M]
     second = np.ascontiguousarray(right.transpose(1, 0, 2))  # [K, B, N]
-    target = out
     if first.shape[2] > n:  # the longer side is the contiguous one; products commute exactly
-        first, second, target = second, first, out.swapaxes(1, 2)
+        first, second, target = second, first, target.swapaxes(1, 2)
     _matmul_in_order(first, second, target, rows)
-    return out.reshape(*batch, m, n)
+    return result
+
+
+def _result(out: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """`out` after a check, or a new array."""
+    if out is None:
+        return np.empty(shape, dtype)
+    if out.shape != shape or out.dtype != dtype or not out.flags.c_contiguous:
+        order = "" if out.flags.c_contiguous else ", not C-contiguous"
+        raise HardwareError(
+            f"mxu_matmul: out must be C-contiguous {dtype}{list(shape)}, got {out.dtype}{list(out.shape)}{order}"
+        )
+    return out
 
 
 def _check_matmul(a: Array, b: Array, rows: int) -> tuple[int, ...]:
@@ -271,16 +287,23 @@ def ring_reduce_scatter(
 def _scattered(arrays: list[Array], dim: int, op: str, carry: Callable[[Array], Array] | None) -> list[Array]:
     """The reduced chunk of every owner: contributions of owner+1, owner+2, ..., owner, combined in this order."""
     k, combine = len(arrays), COMBINE[op]
-    pieces = [np.array_split(array, k, dim) for array in arrays]
     chunks = []
-    for owner in range(k):
-        total = np.array(pieces[(owner + 1) % k][owner])
+    for owner, chunk in enumerate(_chunks(arrays[0].shape[dim], k)):
+        of_owner = (np.s_[:],) * (dim % arrays[0].ndim) + (chunk,)
+        total = np.array(arrays[(owner + 1) % k][of_owner])
         for step in range(2, k + 1):
-            combine(total, pieces[(owner + step) % k][owner], out=total)
+            combine(total, arrays[(owner + step) % k][of_owner], out=total)
             if carry is not None:
                 total = carry(total)
         chunks.append(total)
     return chunks
+
+
+def _chunks(size: int, count: int) -> list[slice]:
+    """The `count` parts of a dim as `np.array_split` cuts it: the first ones are longer by one where needed."""
+    least, longer = divmod(size, count)
+    begins = [n * least + min(n, longer) for n in range(count + 1)]
+    return [slice(*ends) for ends in pairwise(begins)]
 
 
 def _check_parts(parts: Sequence[Array], op: str, who: str) -> list[Array]:

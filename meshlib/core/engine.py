@@ -67,7 +67,10 @@ class Engine:
     def matmul(self, a: Array, b: Array, out: Array, operands: OperandCache | None = None) -> None:
         """out[i] = a[i] @ b[i]: float32 products and sums (float64 for float64)."""
         if self.in_order:
-            np.copyto(out, mxu_matmul(a, b, operands=operands))
+            if out.flags.c_contiguous:
+                mxu_matmul(a, b, operands=operands, out=out)
+            else:
+                np.copyto(out, mxu_matmul(a, b, operands=operands))
         elif a.shape[0] == 1:
             np.matmul(a[0], b[0], out=out[0])
         else:

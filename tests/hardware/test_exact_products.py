@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hardware import exact_products, numerics
+from hardware.errors import HardwareError
 from hardware.exact_products import multiply_exactly
 from hardware.numerics import mxu_matmul, round_to_bfloat16
 from tests.effort import draws
@@ -68,14 +69,14 @@ def test_what_may_not_be_exact_is_left_to_the_loop(name: str, change: object) ->
         np.testing.assert_array_equal(mxu_matmul(a, b), in_order(a, b, 128))
 
 
+def pairwise(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """A product that adds the halves of the depth separately, as some kernels do at ragged edges."""
+    half = a.shape[1] // 2
+    return np.add(a[:, :half] @ b[:half], a[:, half:] @ b[half:], out=out)
+
+
 def test_a_blas_that_adds_in_another_order_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pairwise sums, as some kernels make them at edges, fail the comparison of each new shape."""
-
-    def pairwise(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
-        half = a.shape[1] // 2
-        np.add(a[:, :half] @ b[:half], a[:, half:] @ b[half:], out=out)
-        return out
-
+    """Each new shape is compared with the ordered loop."""
     a, b = operands(np.random.default_rng(2), 1, 96, 128, 96)
     expected = in_order(a, b, 128)
     exact_products._is_exact.cache_clear()
@@ -85,3 +86,35 @@ def test_a_blas_that_adds_in_another_order_is_not_used(monkeypatch: pytest.Monke
         np.testing.assert_array_equal(mxu_matmul(a, b), expected)
     finally:
         exact_products._is_exact.cache_clear()
+
+
+def test_coarse_panels_where_fine_ones_are_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A BLAS with register tiles of 48 rows and columns."""
+    matmul, shapes = np.matmul, set()
+
+    def tiles_of_48(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
+        whole = a.shape[0] % 48 == 0 and b.shape[1] % 48 == 0
+        shapes.add((*a.shape, b.shape[1]))
+        return matmul(a, b, out=out) if whole else pairwise(a, b, out)
+
+    a, b = operands(np.random.default_rng(3), 1, 70, 140, 100)
+    out = np.zeros((1, 70, 100), np.float32)
+    exact_products._is_exact.cache_clear()
+    monkeypatch.setattr(exact_products.np, "matmul", tiles_of_48)
+    try:
+        assert multiply_exactly(a, b, out, 128, numerics._matmul_in_order)
+    finally:
+        exact_products._is_exact.cache_clear()
+    np.testing.assert_array_equal(out.view(np.uint32), in_order(a, b, 128).view(np.uint32))
+    assert {(96, 128, 96), (96, 16, 48)} <= shapes  # 70 rows; 128 and 12 deep; 100 columns
+
+
+def test_a_result_array_of_the_caller() -> None:
+    a, b = operands(np.random.default_rng(4), 2, 5, 40, 7)
+    out = np.full((2, 5, 7), np.float32(np.nan))
+    assert mxu_matmul(a, b, out=out) is out
+    np.testing.assert_array_equal(out, mxu_matmul(a, b))
+    short, turned = np.zeros((2, 5, 8), np.float32), out[:, :, ::-1]
+    for array, reason in ((short, r"\[2, 5, 8\]"), (turned, "not C-contiguous"), (out.astype(float), "float64")):
+        with pytest.raises(HardwareError, match=reason):
+            mxu_matmul(a, b, out=array)

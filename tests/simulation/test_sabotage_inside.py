@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from unittest import mock
 
 import numpy as np
@@ -355,3 +356,21 @@ def test_slices_of_the_wrong_trip(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = np.take
     monkeypatch.setattr(exact.np, "take", lambda x, n, axis: honest(x, (n + 1) % x.shape[axis], axis=axis))
     assert differs(program, given, right)
+
+
+def test_an_operation_that_depends_on_the_device() -> None:
+    """Of devices with equal operands two compute; where they differ, all do, and the outputs show it."""
+    with mtf.Graph():
+        program = mtf.lower({"y": mtf.sin(mtf.input("x", [A, N], "float64"))}, mesh="m:8")
+    honest, numbers = exact.compute, count()
+
+    def biased(*arguments: object) -> tuple[np.ndarray, ...]:
+        number = next(numbers)
+        return tuple(y + number for y in honest(*arguments))  # type: ignore[arg-type]
+
+    with mock.patch.object(exact, "compute", biased), pytest.raises(mtf.ProgramError, match="hold the same block"):
+        run(program, feeds("x"))
+    assert next(numbers) == 8
+    with mock.patch.object(exact, "compute", side_effect=honest) as computed:
+        run(program, feeds("x"))
+    assert computed.call_count == 2
