@@ -36,6 +36,7 @@ from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis.internal.conjecture import providers  # noqa: E402
 
 import meshlib.ops.catalogue  # noqa: E402, F401 (tables of tests have a row for every operation)
 from meshlib.core import arrays, garbage  # noqa: E402
@@ -48,6 +49,11 @@ settings.register_profile(
     "deep", deadline=None, max_examples=DEEP_EXAMPLES, database=None, suppress_health_check=list(HealthCheck)
 )
 settings.load_profile("ci")
+
+# Constants of loaded modules are nothing to draw: what a test draws would depend on the tests before it, and every
+# worker would parse all modules for them.
+if hasattr(providers, "_get_local_constants"):
+    providers._get_local_constants = lambda: providers._local_constants
 
 # Whatever an executor reads before it wrote it is NaN.
 arrays.poisoned = True

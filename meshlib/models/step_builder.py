@@ -59,7 +59,7 @@ def source_texts(options: Mapping[str, Any]) -> list[str]:
     """Arguments of `train_step` as Python source, from options as of `step_arguments`.
 
     >>> source_texts({"remat": "offload", "accumulation": 4})
-    ['remat=mtf.Remat(offload_carries=True)', 'accumulation=4']
+    ['remat=mtf.Remat(save=(), offload=(), offload_carries=True)', 'accumulation=4']
     """
     homes = {Remat: "mtf.", Pipeline: "mtf.models."}
     return [f"{name}={homes.get(type(value), '')}{value!r}" for name, value in step_arguments(options).items()]

@@ -204,8 +204,8 @@ def test_stages_of_a_decoder_are_given_what_was_encoded_once() -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_pipeline_goes_over_dcn(schedule: str) -> None:
-    """Only microbatches, and what is summed once a step, go from slice to slice."""
-    config = preset("gpt2")
+    """Only microbatches, and what is summed once a step, go from slice to slice; of a small model anything may."""
+    config = preset("llama2-7b")
     mesh = "pipe:2;fsdp:256"
     with mtf.Graph():
         made = train_step(config, 2048, 1024, "sgd", pipeline=Pipeline(stages=2, microbatches=8, schedule=schedule))
