@@ -101,7 +101,6 @@ def accumulated_terms(
     terms: dict[int, Tensor] = {}
     for n, (carry, end) in enumerate(zip(loop.given.inits, loop.made.finals, strict=True)):
         add = end.operation
-        others = [x for x in add.inputs if x is not carry]
         uses = sum(x is carry for other in operations for x in other.inputs) + results.count(carry)
         # The carry before each trip is read only by a gradient; then it must be complete.
         stacked = graph.uses.get(befores[n])
@@ -109,13 +108,21 @@ def accumulated_terms(
         begins = is_zero(graph.inputs[op][n].operation) or (loop.branch is not None and of_branch(op.outputs[n]))
         if not (begins and uses == 1 and alone and not stacked):
             continue
-        linear = add.opdef.linear(add)
-        adds = linear.together and linear.operands == (0, 1)
-        if adds and len(others) == 1 == len(add.inputs) - 1 and others[0].shape == end.shape:
-            terms[n] = others[0]
-        elif add.loop is not None and add.loop.branch is not None and _adds_in_branch(add, carry, end):
-            terms[n] = end
+        term = _term(add, carry, end)
+        if term is not None:
+            terms[n] = term
     return terms
+
+
+def _term(add: Operation, carry: Tensor, end: Tensor) -> Tensor | None:
+    """The tensor that an operation adds to a carry; None if it does anything else."""
+    others = [x for x in add.inputs if x is not carry]
+    linear = add.opdef.linear(add)
+    adds = linear.together and linear.operands == (0, 1)
+    if adds and len(others) == 1 == len(add.inputs) - 1 and others[0].shape == end.shape:
+        return others[0]
+    in_branch = add.loop is not None and add.loop.branch is not None and _adds_in_branch(add, carry, end)
+    return end if in_branch else None
 
 
 def _adds_in_branch(op: Operation, carry: Tensor, end: Tensor) -> bool:

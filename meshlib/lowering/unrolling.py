@@ -97,10 +97,7 @@ class _Unroller:
 
     def _identify(self, i: Instruction) -> None:
         """Record the identity of an instruction within its layer, and its layer."""
-        for y in i.outputs:
-            what, place = self._label(y.tensor)
-            if place is not None:
-                self.made[y] = LayerValue(self._number((what, y.sharding, y.margins, i.region, i.opcode)), place)
+        self._identify_results(i)
         if len(i.outputs) > 1 and isinstance(i, Move):
             self.keys.append(i)
             self.places.append(None)
@@ -125,6 +122,13 @@ class _Unroller:
         beside = {p < first for p in near} <= {place < first} and self._is_wired_alike(place, self.layers.layer(place))
         if beside and isinstance(i, Move | Compute) and i.reasons:
             self.reasons[number] = i.reasons, place
+
+    def _identify_results(self, i: Instruction) -> None:
+        """Record the identities of an instruction's results within their layer."""
+        for y in i.outputs:
+            what, place = self._label(y.tensor)
+            if place is not None:
+                self.made[y] = LayerValue(self._number((what, y.sharding, y.margins, i.region, i.opcode)), place)
 
     def _number(self, key: Hashable) -> int:
         """Number of a key; equal keys have the same."""
