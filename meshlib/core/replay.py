@@ -60,11 +60,11 @@ def replay(
         if run and among.issuperset(rewrite.operations):
             inputs = [graph.adopt(replayed.get(x, x)) for x in rewrite.inputs]
             results = [replayed.get(y, y) for y in rewrite.results]
-            kept = tuple((replayed.get(y, y), replayed.get(where, where)) for y, where in rewrite.kept)
+            saved = tuple((replayed.get(y, y), replayed.get(where, where)) for y, where in rewrite.kept)
             read = rewrite.residuals
             residuals = None if read is None else tuple(graph.adopt(replayed.get(x, x)) for x in read)
             graph.rewrites.append(
-                Rewrite(run, tuple(inputs), tuple(results), rewrite.gradient, kept, residuals, rewrite.written)
+                Rewrite(run, tuple(inputs), tuple(results), rewrite.gradient, saved, residuals, rewrite.written)
             )
     return replayed
 

@@ -42,7 +42,7 @@ from meshlib.estimation.time.host_input import HostInput, input_time
 from meshlib.estimation.time.physics import CALIBRATED, Physics
 from meshlib.estimation.time.scheduling import scheduled
 from meshlib.estimation.views.rows import Row
-from meshlib.estimation.work.communication import Kept, Network, placed
+from meshlib.estimation.work.communication import CompiledCollectives, Network, placed
 from meshlib.estimation.work.expert_load import ExpertLoad, ExpertReport, grouped_products, under_load
 from meshlib.estimation.work.plan import plan_of
 from meshlib.program.records import Program, require_program
@@ -139,7 +139,7 @@ def _under_load(
     return replace(expected, experts=ExpertReport(load, busiest, dropped, worst.step_seconds))
 
 
-def _compiled_moves(program: Program, compiled: Any) -> Kept:
+def _compiled_moves(program: Program, compiled: Any) -> CompiledCollectives:
     """The collectives of a compiled program.
 
     Raises: GraphError for anything else, or a compilation of another program.
@@ -148,7 +148,7 @@ def _compiled_moves(program: Program, compiled: Any) -> Kept:
         raise GraphError(f"estimate: compiled is what mtf.compile_for returned, got {compiled!r:.80}")
     if compiled.program is not program:
         raise GraphError("estimate: compiled is of another program; compile this one: mtf.compile_for(program, slice)")
-    compiled_moves: Kept = compiled.kept_moves()
+    compiled_moves: CompiledCollectives = compiled.kept_moves()
     return compiled_moves
 
 

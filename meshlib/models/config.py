@@ -295,11 +295,11 @@ class TransformerConfig(Shown, Config):
         few = {self.heads: 8, 1: 1}  # as many as queries, or one; otherwise groups of two
         experts = None if self.experts is None else self.experts.reduced()
         latent = None if self.latent is None else self.latent.reduced()
-        every, front = (1, 0) if experts is None else (experts.every, experts.first_dense)
+        interval, front = (1, 0) if experts is None else (experts.every, experts.first_dense)
         return self.replace(
             name=f"{self.name}-reduced",
-            layers=front + periods * lcm(len(windows), every),
-            encoder_layers=periods * every if self.encoder_layers else 0,
+            layers=front + periods * lcm(len(windows), interval),
+            encoder_layers=periods * interval if self.encoder_layers else 0,
             d_model=32,
             heads=8,
             kv_heads=None if self.kv_heads is None else few.get(self.kv_heads, 4),

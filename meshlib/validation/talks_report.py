@@ -7,17 +7,17 @@ from meshlib.validation.published import ROWS
 from meshlib.validation.talks import Talks
 
 
-def report(found: Talks) -> str:
+def report(talks: Talks) -> str:
     """`str` of Talks."""
     return "\n".join(
-        [*_epochs(found), "", *_rows(found), "", *_detectors(found), "", *_durations(found), "", *_prices()]
+        [*_epochs(talks), "", *_rows(talks), "", *_detectors(talks), "", *_durations(talks), "", *_prices()]
     )
 
 
-def _epochs(found: Talks) -> list[str]:
+def _epochs(talks: Talks) -> list[str]:
     head = ("devices", "batch", "step, chips*", "step, with hosts*", "90 epochs*", "stated", "error", "cost*")
     cells = [head]
-    for e in found.epochs:
+    for e in talks.epochs:
         error = "fixes hosts" if e.fixes else f"{e.minutes / e.stated_minutes - 1:+.1%}"
         cost = "-" if e.usd is None else usd_text(e.usd)
         cells.append(
@@ -26,7 +26,7 @@ def _epochs(found: Talks) -> list[str]:
                 f"{e.minutes:,.1f} min", f"{e.stated_minutes:,.1f} min", error, cost,
             )
         )  # fmt: skip
-    host = found.host
+    host = talks.host
     grown = next((r for r in ROWS if (r.get("batch") or {}).get("grows")), None)
     lines = [
         "ResNet-50 v2 to 90 epochs on devices of four chips v2 (ImageNet is the new MNIST, 2018)",
@@ -37,7 +37,7 @@ def _epochs(found: Talks) -> list[str]:
     ]
     if grown is not None:
         first, last = grown["batch"]["grows"]
-        ends = [e for e in found.epochs if e.devices == grown["n_chips"] // 4 and e.batch in (first, last)]
+        ends = [e for e in talks.epochs if e.devices == grown["n_chips"] // 4 and e.batch in (first, last)]
         if len(ends) == 2:
             most, least = (e.minutes for e in ends)
             lines.append(
@@ -47,9 +47,9 @@ def _epochs(found: Talks) -> list[str]:
     return lines
 
 
-def _rows(found: Talks) -> list[str]:
+def _rows(talks: Talks) -> list[str]:
     cells = [("ResNet-50 in MLPerf", "chip", "predicted*", "measured", "error")]
-    for r in found.rows:
+    for r in talks.rows:
         assert r.predicted_seconds is not None
         assert r.measured_seconds is not None
         times = seconds_text(r.predicted_seconds), seconds_text(r.measured_seconds)
@@ -57,10 +57,10 @@ def _rows(found: Talks) -> list[str]:
     return grid(cells, right=(2, 3, 4))
 
 
-def _detectors(found: Talks) -> list[str]:
+def _detectors(talks: Talks) -> list[str]:
     head = ("image", "v2-8, chips*", "v3-8, chips*", "v3/v2", "v2-8, fed*", "v3-8, fed*", "v3/v2")
     cells = [head]
-    for s in found.detectors:
+    for s in talks.detectors:
         alone, fed = s.chips[1] / s.chips[0], s.fed[1] / s.fed[0]
         speeds = (f"{s.chips[0]:,.0f}/s", f"{s.chips[1]:,.0f}/s", f"{alone:.2f}")
         cells.append((f"{s.size} px", *speeds, f"{s.fed[0]:,.0f}/s", f"{s.fed[1]:,.0f}/s", f"{fed:.2f}"))
@@ -73,9 +73,9 @@ def _detectors(found: Talks) -> list[str]:
     ]
 
 
-def _durations(found: Talks) -> list[str]:
+def _durations(talks: Talks) -> list[str]:
     cells = [("run", "slice", "predicted*", "stated", "cost*", "assumed")]
-    for d in found.durations:
+    for d in talks.durations:
         unit, size = ("min", 1 / 60) if d.most < 2 else ("h", 1.0)
         stated = f"{d.least / size:.0f} {unit}" if d.least == d.most else f"{d.least:.0f} to {d.most:.0f} {unit}"
         cost = "-" if d.usd is None else usd_text(d.usd)

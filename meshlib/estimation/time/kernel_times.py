@@ -175,9 +175,9 @@ class Times:
         right = sizes[1] * product.taps * product.k * product.n * (max(1.0, product.m / edge) if repeated[1] else 1.0)
         return product.batch * (left + right)
 
-    def _early(self, kernel: Kernel, most: float, found: float) -> float:
+    def _early(self, kernel: Kernel, most: float, held: float) -> float:
         """HBM seconds of a kernel that can be prefetched into half of VMEM."""
-        wanted = max(0.0, kernel.at_hand_bytes - found)
+        wanted = max(0.0, kernel.at_hand_bytes - held)
         return min(most, hbm_seconds(self.chip, min(wanted, vmem_bytes(self.chip) // 2)))
 
     def attention_seconds(self, work: Attention) -> tuple[float, float, float]:

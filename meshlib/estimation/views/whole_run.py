@@ -247,13 +247,13 @@ def _steps(
     return ceil(_positive(epochs, "epochs") * whole(examples, WHAT, "examples", 1) / batch)
 
 
-def _times(steps: int, every: object, argument: str) -> int:
+def _times(steps: int, interval: object, argument: str) -> int:
     """Occurrences of an event every so many steps and at the end."""
-    if every is None:
+    if interval is None:
         return 1
-    if whole(every, WHAT, argument) < 1:
-        raise GraphError(f"{at(WHAT)}: {argument} must be at least 1, got {every}")
-    return ceil(steps / whole(every, WHAT, argument))
+    if whole(interval, WHAT, argument) < 1:
+        raise GraphError(f"{at(WHAT)}: {argument} must be at least 1, got {interval}")
+    return ceil(steps / whole(interval, WHAT, argument))
 
 
 def _positive(value: object, argument: str) -> float:

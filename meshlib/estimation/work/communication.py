@@ -49,7 +49,8 @@ class Communication:
     reason: str
 
 
-Kept = Mapping[Instruction, tuple[Communication, ...]]  # instruction -> the collectives that a compiler sends for it
+# Instruction -> the collectives that a compiler sends for it.
+CompiledCollectives = Mapping[Instruction, tuple[Communication, ...]]
 
 
 def moves_of(program: Program, instruction: Instruction) -> tuple[Communication, ...]:

@@ -14,7 +14,7 @@ from meshlib.core.compiler import Compiler
 from meshlib.core.graph import FORWARD, UPDATE
 from meshlib.core.opdef import Kind
 from meshlib.estimation.work.combined_collectives import combined
-from meshlib.estimation.work.communication import Communication, Kept, Network, moves_of
+from meshlib.estimation.work.communication import Communication, CompiledCollectives, Network, moves_of
 from meshlib.estimation.work.kernel_passes import passes_of
 from meshlib.estimation.work.kernels import Kernel, forward_names, kernel_of
 from meshlib.estimation.work.products import Quantised, in_ragged_tiles, is_matmul, narrow_values
@@ -29,12 +29,14 @@ from meshlib.program.records import Program
 _ELEMENTWISE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
 
 
-def plan_of(program: Program, network: Network, compiler: Compiler, kept: Kept | None = None) -> UnitPlan:
+def plan_of(
+    program: Program, network: Network, compiler: Compiler, compiled: CompiledCollectives | None = None
+) -> UnitPlan:
     """The plan of a program, with a compiler's rounding noise and tiles of ragged products.
 
-    `kept`: collectives of a compiled program, which replace the program's own.
+    `compiled`: collectives of a compiled program, which replace the program's own.
     """
-    whole = _Whole(network, forward_names(program), compiler, kept)
+    whole = _Whole(network, forward_names(program), compiler, compiled)
     plan = _planned(program, whole, Recent(), program.memory_plan.in_place, None)
     if plan.kernels == 1:
         _note_passes(plan, program)
@@ -51,7 +53,7 @@ class _Whole:
     network: Network
     forward: frozenset[str]
     compiler: Compiler
-    kept: Kept | None = None
+    compiled: CompiledCollectives | None = None
 
 
 def _planned(
@@ -166,7 +168,7 @@ class _UnitPlanner:
 
     def _moves(self, members: Sequence[Instruction]) -> list[Communication]:
         """The transfers of a group; a collective of eight-bit values sends one byte per element."""
-        compiled, first = self.whole.kept, members[0]
+        compiled, first = self.whole.compiled, members[0]
         if compiled is not None:
             return [m for i in members for m in compiled.get(i, ())]
         moves = [m for i in members for m in moves_of(self.program, i)]

@@ -302,14 +302,14 @@ def _experts(
         s.fail(
             "n_routing_groups", f"must divide num_experts={count}, with topk_routing_group={chosen} of them for a token"
         )
-    kept = s.flag("norm_topk_prob") if function == "" and s["decoder_block"] != "mixtral" else True
+    normed = s.flag("norm_topk_prob") if function == "" and s["decoder_block"] != "mixtral" else True
     sparse = s.flag("sparse_matmul")
     room = s.number("ragged_buffer_factor")
     factor = -1.0 if sparse else s.number("capacity_factor")  # no effect on sorted tokens
     routing = Routing(
         top_k=top_k,
         scores=scores or function or "softmax",
-        renormalise=renormalise if renormalise is not None else kept,
+        renormalise=renormalise if renormalise is not None else normed,
         scale=s.number("routed_scaling_factor"),
         logit_bias=router_bias and s.flag("routed_bias"),
         bias=s.flag("routed_bias") and not router_bias,
@@ -321,10 +321,10 @@ def _experts(
         shard_factor=room if sparse and room > 0 else None,
         loss_coef=s.number("load_balance_loss_weight"),
     )
-    every = s.size("interleave_moe_layer_step")
+    interval = s.size("interleave_moe_layer_step")
     experts = Experts(
         count=count, d_ff=width, routing=routing, shared=s.size("shared_experts", 0),
-        first_dense=s.size("first_num_dense_layers", 0), every=every, form=_form(sparse, factor),
+        first_dense=s.size("first_num_dense_layers", 0), every=interval, form=_form(sparse, factor),
     )  # fmt: skip
     return {"experts": experts}
 

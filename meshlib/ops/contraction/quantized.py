@@ -135,9 +135,9 @@ def _quantized(
     return build(QUANTIZED, [*operands, *scales], attrs, name)
 
 
-def scale_of(x: Tensor, kept: Shape, largest: float) -> Tensor:
-    """The quantisation step of each row of `x` along the dims that `kept` lacks."""
-    peak = reduce_max(magnitude(x), output_shape=kept)
+def scale_of(x: Tensor, scale_dims: Shape, largest: float) -> Tensor:
+    """The quantisation step of each row of `x` along the dims that `scale_dims` lacks."""
+    peak = reduce_max(magnitude(x), output_shape=scale_dims)
     wide = cast(peak, FLOAT32) if x.dtype is BFLOAT16 else peak
     return where(equal(wide, 0.0), 1.0, wide / largest)  # rows with a NaN have a NaN scale
 

@@ -299,7 +299,7 @@ def make_loop(
     live = needed(inside.known.get(y, y).operation for y in results)
     given = LoopOperands(tuple(carried), tuple(sliced), tuple(of_loop.captured.values()))
     with inside, absolute_scope(full):
-        kept = _kept(inside, of_loop, live, dim, remat, f"{what} '{full}'")
+        saved = _kept(inside, of_loop, live, dim, remat, f"{what} '{full}'")
         # For the gradient: the carries before each trip, and the values that the policy keeps.
         befores = [_stackable(t, dim) for t in carried]
         if isinstance(remat, Remat) and remat.offload_carries:
@@ -310,9 +310,9 @@ def make_loop(
         inside,
         given,
         LoopResults(
-            results[: len(carries)], results[len(carries) :], tuple(befores), tuple(where for _, where in kept)
+            results[: len(carries)], results[len(carries) :], tuple(befores), tuple(where for _, where in saved)
         ),
-        tuple(y for y, _ in kept),
+        tuple(y for y, _ in saved),
         _needs(given, live),
         active,
         of_loop.working,

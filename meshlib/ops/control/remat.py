@@ -96,10 +96,10 @@ def kept_values(
     """
     if isinstance(remat, PartialPolicy):
         inside = {op for part, _ in remat.parts for op in part}
-        kept = [(y, y) for y in _expensive_values(operations) if y.operation not in inside]
+        values = [(y, y) for y in _expensive_values(operations) if y.operation not in inside]
         for part, policy in remat.parts:
-            kept += kept_values([op for op in operations if op in part], policy, what)
-        return kept
+            values += kept_values([op for op in operations if op in part], policy, what)
+        return values
     if isinstance(remat, Remat):
         return _by_name(operations, remat, what)
     if remat == "none":
@@ -164,7 +164,7 @@ def _expensive_values(operations: Sequence[Operation]) -> list[Tensor]:
             sources_of.update((y, (frozenset((y,)), 0)) for y in op.outputs)
             continue
         y, sources = op.output, [sources_of[x] for x in op.inputs if x in sources_of]
-        of = frozenset[Tensor]().union(*(kept for kept, _ in sources))
+        of = frozenset[Tensor]().union(*(values for values, _ in sources))
         work = op.opdef.work(tuple(x.type for x in op.inputs), y.type, op.attrs)
         ops = work.vpu_ops + sum(n for _, n in sources)
         alone = sum(_size(x) for x in of if x not in needed)

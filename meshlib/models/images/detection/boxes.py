@@ -126,9 +126,9 @@ def suppress(boxes: ArrayLike, scores: ArrayLike, iou: float = 0.5, limit: int =
     if not 0 <= least <= 1 or count < 1:
         raise ShapeError(f"{at(what)}: iou must be in [0, 1] and limit at least 1, got {least:g} and {count}")
     left = np.argsort(-score, kind="stable")
-    kept: list[int] = []
-    while left.size and len(kept) < count:
+    best_boxes: list[int] = []
+    while left.size and len(best_boxes) < count:
         best, left = left[0], left[1:]
-        kept.append(int(best))
+        best_boxes.append(int(best))
         left = left[box_iou(own[best : best + 1], own[left])[0] <= least]
-    return np.array(kept, np.int64)
+    return np.array(best_boxes, np.int64)
