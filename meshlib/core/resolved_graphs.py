@@ -48,8 +48,6 @@ class ResolvedGraph:
         """Make the copy, and return it."""
         return self._graph(self.graph)
 
-    # ------------------------------------------------------------ inside
-
     def _graph(self, old: Graph) -> Graph:
         new = self._graphs[old] = Graph(
             named_dims=old.named_dims, remedies=dict(old.remedies), scope=old.scope, _counts=dict(old._counts)

@@ -142,8 +142,6 @@ class Batches(Iterator[Batch]):
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    # ------------------------------------------------------------ implementation
-
     def _take(self) -> Batch:
         with self._starting:
             self._check_open()

@@ -75,8 +75,6 @@ class Batching:
             batch[self.mask] = (np.arange(len(rows)) < full).astype(np.float32)
         return batch
 
-    # ------------------------------------------------------------ implementation
-
     def stacked(self, rows: Sequence[Drawn]) -> Batch:
         """Examples stacked as rows."""
         _check_fields(rows)

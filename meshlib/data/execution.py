@@ -62,8 +62,6 @@ class Maker(Iterator[PreparedBatch]):
         if self.pool is not None:
             self.pool.close()
 
-    # ------------------------------------------------------------ implementation
-
     def _from(self, place: IteratorPlace) -> Generator[PreparedBatch, None, None]:
         data, batching = self.data, self.data.batching
         if batching is None:

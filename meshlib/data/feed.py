@@ -179,8 +179,6 @@ class Feed(Iterator[Batch]):
     def __exit__(self, *fault: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------ implementation
-
     def _begin(self) -> None:
         before = self.stats
         self._maker = maker = Maker(self.data, self._place, self._rows)

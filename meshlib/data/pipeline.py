@@ -248,8 +248,6 @@ class Data:
     def __iter__(self) -> Feed:
         return Feed(self)
 
-    # ------------------------------------------------------------ implementation
-
     def _part(self, what: str, begin: int, end: int) -> Data:
         if self.seed is not None or self.maps:
             raise FeedError(f"{at(f'data.{what}')}: it is about the source; write it before shuffle and map")

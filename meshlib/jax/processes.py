@@ -65,8 +65,6 @@ class JaxProcesses:
         """As `meshlib.simulation.state.Processes`."""
         return {name: _mapped(path, *place, "r") for name, place in places.items()}
 
-    # ------------------------------------------------------------ implementation
-
     def _written(self, path: str, places: Places) -> dict[str, int]:
         """Write this process's blocks; returns checksums of all tensors, each computed by one process."""
         fault, sums = None, {}

@@ -261,8 +261,6 @@ class OnJax(Simulation):
         with self.state.lock, by_default():
             return self._scanned(feeds)
 
-    # ------------------------------------------------------------ implementation
-
     def _declare(self, program: Program) -> None:
         for name, sharding in self.compiled(program).variables.items():
             self.state.places.setdefault(name, sharding)

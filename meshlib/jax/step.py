@@ -164,8 +164,6 @@ class Step:
             self.faults.clear()
             raise first
 
-    # ------------------------------------------------------------ implementation
-
     def _loaded(self, lowered: Any) -> Any:
         """The executable in the file, loaded on the devices of the mesh."""
         assert self.executable is not None

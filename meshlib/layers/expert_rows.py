@@ -91,10 +91,7 @@ class ExpertRows(SizePlan):
         groups = gcd(self.batch, blocks([self.batch_name], mesh, rules)) if self.batch_name else 1
         cuts = gcd(self.length, blocks([self.length_name], mesh, rules))
         return replace(
-            self,
-            groups=self.batch if cuts > 1 else groups,
-            cuts=cuts,
-            shards=gcd(self.experts, lcm(outer, inner)),
+            self, groups=self.batch if cuts > 1 else groups, cuts=cuts, shards=gcd(self.experts, lcm(outer, inner))
         )
 
     def number(self, part: Part) -> float:

@@ -115,12 +115,7 @@ def _scores(
 
 
 def _balance_loss(
-    scores: Tensor,
-    counted: Tensor,
-    tokens: Dimension,
-    experts: Dimension,
-    routing: Routing,
-    nonpadding: Tensor | None,
+    scores: Tensor, counted: Tensor, tokens: Dimension, experts: Dimension, routing: Routing, nonpadding: Tensor | None
 ) -> Tensor:
     """experts x sum over experts of (share of choices) x (mean score), per group; the shares have no gradient."""
     share = scores

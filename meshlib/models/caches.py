@@ -105,8 +105,6 @@ class Caches:
         """Assign the new values at the end of the step."""
         self.updates += [assign(_variable_of(held), value) for held, value in written]
 
-    # ------------------------------------------------------------ inside
-
     def _held(self, k: Tensor, v: Tensor, slots: Dimension, ring: bool) -> Held | None:
         parts = [("keys", k)] if k is v else [("keys", k), ("values", v)]
         seen = []

@@ -58,8 +58,6 @@ class RowCaches(Caches):
         with self.positions.graph:
             return self.positions + positions_of(self.tokens)
 
-    # ------------------------------------------------------------ inside
-
     def _rows(self, k: Tensor, v: Tensor, window: int | None) -> Held:
         parts = [("keys", k)] if k is v else [("keys", k), ("values", v)]
         seen = []

@@ -222,8 +222,6 @@ class _Serving:
             outputs |= self._dropped()
         return outputs, [*caches.updates, moved]
 
-    # ------------------------------------------------------------ inside
-
     def _input(self, name: str, *dims: Dimension) -> Tensor:
         return input(name, [self.sequences, *dims], "int32")
 

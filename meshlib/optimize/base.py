@@ -219,8 +219,6 @@ class Optimizer(abc.ABC):
         """A step with `weight_decay` of the variable added, unless its name is excluded."""
         return along + u.value * self.weight_decay if self.weight_decay and not u.matches(self.exclude) else along
 
-    # ------------------------------------------------------------ public methods
-
     @public
     def minimize(
         self,
@@ -271,8 +269,6 @@ class Optimizer(abc.ABC):
         """The updates of one variable and its slots."""
         return self.apply_grads([grad], [variable])
 
-    # ------------------------------------------------------------ defined by subclasses
-
     @abc.abstractmethod
     def rule(self, u: Update) -> Tensor:
         """The new value of one variable, in its compute dtype; also writes its slots."""
@@ -289,8 +285,6 @@ class Optimizer(abc.ABC):
         if isinstance(value, Tensor):
             return cast(value, dtype)
         return self.bounded(value, "the schedule's result")
-
-    # ------------------------------------------------------------ implementation
 
     def _apply(
         self, pairs: Sequence[tuple[Tensor, Tensor]], max_norm: float | None, scaling: Scaling | None

@@ -210,8 +210,6 @@ class Simulation(Shown):
         with self.state.lock:
             return ring_of(self._last_step("ring", name, trip), name, self.program.mesh.device(core), trip)
 
-    # ------------------------------------------------------------ implementation
-
     def _core(self, coordinate: Any) -> tuple[int, ...]:
         mesh = self.program.mesh
         return (

@@ -279,8 +279,6 @@ class _Loop:
             self.history.save_csv(self.keeper.folder / "history.csv")
         return stopped
 
-    # ------------------------------------------------------------ implementation
-
     def _reason(self) -> str | None:
         """Reason to stop, if any."""
         if self.at.step >= self.options.steps:

@@ -255,8 +255,6 @@ class BytePairs:
                 raise
             fail(str(fault))
 
-    # ------------------------------------------------------------ inside
-
     def _tokens(self, word: str) -> tuple[int, ...]:
         raw = _bytes(word)
         if self.whole_words and raw in self._numbers:

@@ -143,9 +143,6 @@ def texts_in_rows(
     return rows.examples(_shifted(rows.side("target"), start))
 
 
-# ------------------------------------------------------------ implementation
-
-
 @dataclass(frozen=True)
 class _Side:
     """Tokens of one side in rows."""

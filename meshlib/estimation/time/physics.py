@@ -138,13 +138,7 @@ class Physics:
         return "\n".join(lines)
 
 
-_IDEAL = {
-    "product_rate": 1.0,
-    "block_edge": 0.0,
-    "early_exposed": 0.0,
-    "slice_jitter": 0.0,
-    "lone_passes": 0.0,
-}
+_IDEAL = {"product_rate": 1.0, "block_edge": 0.0, "early_exposed": 0.0, "slice_jitter": 0.0, "lone_passes": 0.0}
 
 
 CALIBRATED = Physics()

@@ -220,8 +220,6 @@ class Profile(Shown):
         step = f"{seconds_text(self.step_seconds)}* a step, the MXU works {self.mxu_share:.1%}*"
         return clipped(f"<Profile: {step}; {self.title}>")
 
-    # ------------------------------------------------------------ implementation
-
     def _units(self) -> list[str]:
         cells = [("", "bounds*", "works*", "")]
         for unit in UNITS:

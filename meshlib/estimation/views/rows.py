@@ -90,12 +90,7 @@ def names_of_forward(schedule: StepSchedule) -> frozenset[str]:
 
 def kernel_bound(time: KernelTime) -> str:
     """The unit on which a kernel takes longest; "latency" if its launch takes longer."""
-    parts = {
-        "mxu": time.mxu_seconds,
-        "vpu": time.vpu_seconds,
-        "hbm": time.hbm_seconds,
-        "latency": time.launch_seconds,
-    }
+    parts = {"mxu": time.mxu_seconds, "vpu": time.vpu_seconds, "hbm": time.hbm_seconds, "latency": time.launch_seconds}
     return max(parts, key=lambda name: parts[name])
 
 

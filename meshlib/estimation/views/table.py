@@ -151,10 +151,7 @@ def _cells(est: Estimate, group: Sequence[Row], forward: frozenset[str]) -> tupl
 def _bounds(est: Estimate) -> list[str]:
     parts = [f"{name} {seconds_text(s)}" for name, s in est.bound_seconds.items() if s]
     engines = [f"{name} {seconds_text(s)}" for name, s in est.engine_seconds.items() if s]
-    return [
-        "what bounds the step (modelled): " + ", ".join(parts),
-        "busy engines (modelled): " + ", ".join(engines),
-    ]
+    return ["what bounds the step (modelled): " + ", ".join(parts), "busy engines (modelled): " + ", ".join(engines)]
 
 
 def _placement_lines(est: Estimate) -> list[str]:

@@ -116,12 +116,7 @@ def _summed_product(a: Tensor, b: Tensor, summed: Sequence[Dimension], out: Shap
 
 
 def _operand(
-    w: StepWriter,
-    x: Var,
-    batch: Sequence[int],
-    free: Sequence[int],
-    contracted: Sequence[int],
-    *labels: Sequence[Axis],
+    w: StepWriter, x: Var, batch: Sequence[int], free: Sequence[int], contracted: Sequence[int], *labels: Sequence[Axis]
 ) -> Tensor:
     """An operand under the dims of the product's index space."""
     order = [*batch, *free, *contracted]

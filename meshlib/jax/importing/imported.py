@@ -104,8 +104,6 @@ class ImportedGraph(Graph):
         """
         return rules_of(self.arguments, self._names(len(specs)), specs, scope)
 
-    # ------------------------------------------------------------ implementation
-
     _parameters: tuple[str, ...] = ()
 
     def _names(self, count: int) -> tuple[str, ...]:
