@@ -7,6 +7,7 @@ Mesh TensorFlow writes shapes, meshes and layouts alike: pairs joined by a colon
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping
 from operator import index
 from typing import Any, TypeGuard
@@ -74,13 +75,15 @@ def is_iterable(source: object) -> TypeGuard[Iterable[Any]]:
 
 
 def checked_name(name: object, what: str) -> str:
-    """`name`, which must be an identifier.
+    """`name`, which must be an identifier in the form to which Python brings its own: two spellings would look alike.
 
     >>> checked_name("d_model", "dimension")
     'd_model'
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise LayoutError(f"{what} name {name!r} is not an identifier (letters, digits and _)")
+    if not name.isascii() and (form := unicodedata.normalize("NFKC", name)) != name:
+        raise LayoutError(f"{what} name {name!a} is not in Unicode's NFKC form; write {form!a}")
     return name
 
 
@@ -134,4 +137,4 @@ def _sized(name: str, size: str, position: int, text: str, what: str) -> tuple[s
     if not re.fullmatch("[0-9]+", size) or int(size) < 1:
         at = position + len(name) + 1
         raise LayoutError(f"{what} {name!r}: size {size!r} is not an integer >= 1", caret(text, at))
-    return name, int(size)
+    return checked_name(name, what), int(size)

@@ -19,7 +19,7 @@ from layouts.dims import Dimension, Shape, ShapeLike
 from layouts.errors import LayoutError, nearest
 from layouts.frozen import Interned
 from layouts.mesh import Mesh, MeshLike
-from layouts.parsing import caret, is_iterable, read_pairs
+from layouts.parsing import caret, checked_name, is_iterable, read_pairs
 from layouts.sharding import Axes, Sharding, laid
 
 # Scopes in which each scope looks up the rules of a dim, in order; None is the unscoped rules.
@@ -312,6 +312,7 @@ def _rule(left: str, right: str, text: str, at: int) -> Rule:
     if not dim.isidentifier():
         where = at + len(left) - len(dim)
         raise LayoutError(f"dimension name {dim!r} is not an identifier", caret(text, where))
+    checked_name(dim, "dimension")
     optional = right.endswith("?")
     written = right.removesuffix("?")
     axes: list[str] = []

@@ -13,11 +13,14 @@ from meshlib.command.output import answer, say, say_json
 from meshlib.command.planning import FAILED, GOOD, first_choices
 from meshlib.command.subject import Subject, completed_layouts, named_layouts, slice_of, subject_of
 from meshlib.core.errors import GraphError, LayoutError
+from meshlib.core.text import count_text
 from meshlib.estimation import Estimate, estimate
 from meshlib.estimation.views.difference import difference
 from meshlib.lowering import Program
 from meshlib.program.views.listing import explain as explained
 from meshlib.verification import verify
+
+MOST_FLOPS = 1e11  # of a step that `verify` computes, about a minute in the order of the MXU
 
 
 def explain(args: argparse.Namespace) -> int:
@@ -127,11 +130,14 @@ def _checked_text(entry: dict[str, Any]) -> str:
 def verified(args: argparse.Namespace) -> int:
     """`meshlib verify`: the numbers of each layout against those of one core."""
     subject, layouts = _subject_and_layouts(args)
-    if subject.config is not None and subject.config.parameters > 1e7:
-        raise GraphError(
-            f"verify computes every number of {subject.name}: make it small, such as "
-            "--set layers=2 --set d_model=64 --set heads=4 --set head_dim=16 --set d_ff=128 --set vocab=128"
-        )
+    if (config := subject.config) is not None:
+        flops = config.flops_per_token(subject.sizes["length"]) * (subject.tokens or 0)
+        if config.parameters > 1e7 or flops > MOST_FLOPS:
+            raise GraphError(
+                f"verify computes every number of {subject.name}, {count_text(flops)} flops a step: make it small, "
+                "such as --batch 8 --length 16 --set layers=2 --set d_model=64 --set heads=4 --set head_dim=16 "
+                "--set d_ff=128 --set vocab=128"
+            )
     result = verify(*subject.compared(), layouts=[(mesh, subject.rules(name, mesh)) for name, mesh in layouts])
     answer(args.json, lambda: figures.of_verification(result), lambda: result)
     return GOOD if result.ok else FAILED

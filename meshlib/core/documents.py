@@ -134,7 +134,8 @@ def check_fields(record: Mapping[str, Any], schema: Schema, fail: Fail) -> None:
                 fail(f"it has no '{name}', which must be {kind.words}")
         elif not kind.accepts(record[name]):
             value = record[name]
-            fail(f"'{name}' must be {kind.words}, got {type(value).__name__} {_shown(value)}")
+            limit = " and below 2^63" if type(value) is int and value >= 2**63 else ""
+            fail(f"'{name}' must be {kind.words}{limit}, got {type(value).__name__} {_shown(value)}")
 
 
 def _shallow(document: Any, depth: int) -> bool:

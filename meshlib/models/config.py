@@ -30,6 +30,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "head": ("linear", "transform"),
 }
 _KINDS: dict[str, Callable[[object, str, str], object]] = {"int": whole, "float": number, "bool": flag}
+MOST_LAYERS = 100_000  # parameters are counted layer by layer
 _COUNTS = ("encoder_layers", "segments")  # may be 0, unlike other integers
 
 
@@ -345,7 +346,9 @@ class TransformerConfig(Shown, Config):
         whole_numbers = {f.name: getattr(self, f.name) for f in fields(self) if str(f.type).startswith("int")}
         sizes = [(name, size, name not in _COUNTS) for name, size in whole_numbers.items() if size is not None]
         sizes += [("windows", window, True) for window in self.windows if window is not None]
-        return [f"{name} must be at least {int(one)}, got {size}" for name, size, one in sizes if size < one]
+        faults = [f"{name} must be at least {int(one)}, got {size}" for name, size, one in sizes if size < one]
+        deep = [name for name in ("layers", "encoder_layers") if getattr(self, name) > MOST_LAYERS]
+        return faults + [f"{name} must be at most {MOST_LAYERS:,}, got {getattr(self, name):,}" for name in deep]
 
     def _faults(self) -> list[str]:
         """Incompatible fields and numbers out of range."""

@@ -82,6 +82,13 @@ FORTY = {
     "a model of images misspelt": ("plan resnet50 --slice v5e-8", "did you mean 'resnet-50'?"),
     "a model of a known family": ("plan qwen3-8b --slice v5e-8", "another is a config.json"),
     "an option cut short": ("serve gpt2 --slice v5e-8 --out page.html", "no option --out; did you mean '--outputs'?"),
+    "a step too large to verify": (
+        "verify gpt2 --set layers=1 --set d_model=64 --set heads=4 --set head_dim=16 --set d_ff=64 --batch 512 --mesh "
+        "data:2",
+        "flops a step: make it small",
+    ),
+    "layers without end": ("plan gpt2 --slice v5e-8 --set layers=1_000_000_000", "layers must be at most 100,000"),
+    "a dim in two Unicode forms": ("plan net.py --slice v5e-8 --layout bate\u0301:data@data:8", "write 'bat\\xe9'"),
     "a schedule without stages": ("plan gpt2 --slice v5e-8 --set schedule=1f1b", "give its stages, too"),
     "stages that do not divide devices": ("plan gpt2 --slice v5e-8 --set stages=3", "12 microbatches"),
     "a model that is none": ("plan qqqqqq --slice v5e-8", "meshlib models lists them"),

@@ -20,6 +20,8 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from layouts import Dimension, Shape
 from meshlib.core.arguments import at, flag, items, number, whole
 from meshlib.core.dtypes import BOOL, INT32
@@ -69,13 +71,16 @@ def executed_share(
 
     >>> executed_share(1024, 1024, True, None), executed_share(4096, 4096, False, None)
     (Fraction(3, 4), Fraction(1, 1))
+    >>> float(executed_share(10**9, 10**9, True, None))  # a tile of every row beyond half of all pairs
+    0.500000256
     """
     pairs, (rows, columns) = 0, tile
-    for start in range(0, length, rows):
-        stop = min(start + rows, length)
+    for part in range(0, length, rows << 20):  # a million rows of tiles at once
+        start = np.arange(part, min(part + (rows << 20), length), rows)
+        stop = np.minimum(start + rows, length)
         low, high = seen_keys(start, stop, memory, causal, window)
-        first, last = low // columns * columns, min(memory, -(-high // columns) * columns)
-        pairs += (stop - start) * (last - first)
+        tiles = np.minimum(memory, -(-high // columns) * columns) - low // columns * columns
+        pairs += rows * int(tiles[:-1].sum()) + int(stop[-1] - start[-1]) * int(tiles[-1])
     return Fraction(pairs, length * memory)
 
 

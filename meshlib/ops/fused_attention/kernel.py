@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -26,10 +27,10 @@ Cut = tuple[slice, ...]
 Received = tuple[Array, Array]  # over all blocks: log(sum(exp(scores))), mean of the weights' cotangents
 
 
-def seen_keys(start: int, stop: int, memory: int, causal: bool, window: int | None) -> tuple[int, int]:
-    """The range of keys that queries [start, stop) see."""
-    low = 0 if window is None else max(0, start - window + 1)
-    high = min(memory, stop) if causal else memory if window is None else min(memory, stop + window - 1)
+def seen_keys(start: Any, stop: Any, memory: int, causal: bool, window: int | None) -> tuple[Any, Any]:
+    """The range of keys that queries [start, stop) see; of several ranges if start and stop are arrays."""
+    low = 0 * start if window is None else np.maximum(0, start - window + 1)
+    high = np.minimum(memory, stop if causal else memory if window is None else stop + window - 1)
     return low, high
 
 
