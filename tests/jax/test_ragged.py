@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ import meshlib as mtf
 from tests.effort import draws
 
 jax = pytest.importorskip("jax", reason="needs JAX: pip install -e '.[jax]'")
+
+from meshlib.jax.rows import ragged as rows_of_jax  # noqa: E402
 
 D = mtf.Dimension
 Array = np.ndarray[Any, Any]
@@ -65,6 +69,32 @@ def test_values_and_gradients_are_those_of_ragged_dot() -> None:
             ("y", "dx", "dw"), reference(*(feeds[k] for k in ("x", "w", "sizes", "dy"))), strict=True
         ):
             np.testing.assert_allclose(found[name], wanted, atol=2e-5, err_msg=f"{name} {layout!r} {feeds['sizes']}")
+
+
+def test_the_kernel_of_tpus_sums_the_rows_of_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty groups, rows of no group (not a number here), sizes that are no multiples of a tile."""
+    monkeypatch.setattr(rows_of_jax, "INTERPRETED", True)
+    rng, begins = np.random.default_rng(0), [0, 513, 513, 593]
+    x, y = (rng.normal(size=(600, width)).astype("bfloat16") for width in (130, 6))
+    sums = [x[b:e].astype("float32").T @ y[b:e].astype("float32") for b, e in pairwise(begins)]
+    x[begins[-1] :], y[begins[-1] :] = np.nan, np.nan
+    summed = rows_of_jax.summed_by_group(x, y, np.diff(np.int32(begins)))
+    np.testing.assert_allclose(summed, sums, rtol=1e-5, atol=1e-4)
+
+
+def test_gradients_of_narrow_matrices_by_the_kernel_of_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_of_jax, "INTERPRETED", True)
+    with mtf.Graph():
+        x, w = mtf.input("x", [ROWS, IN], "bfloat16"), mtf.input("w", [GROUPS, IN, OUT], "bfloat16")
+        y = mtf.ragged_dot(x, w, mtf.input("sizes", [GROUPS], "int32"), ROWS, GROUPS)
+        (dw,) = mtf.gradients([y], [w], [mtf.input("dy", y.shape, "bfloat16")])
+        program = mtf.lower({"dw": dw}, mesh=MESH, layout="groups:a;rows:b")
+    feeds = {**drawn(np.random.default_rng(2)), "sizes": np.array([3, 6, 0, 5], np.int32)}
+    del feeds["w"]
+    with mock.patch.object(rows_of_jax, "summed_by_group", side_effect=rows_of_jax.summed_by_group) as kernel:
+        on_jax = mtf.on_jax(program).step(feeds)["dw"]
+    assert kernel.called
+    np.testing.assert_allclose(on_jax, mtf.simulate(program).step(feeds)["dw"], rtol=0.02, atol=0.02)
 
 
 def test_precision_is_asked_for_of_wide_operands_alone() -> None:
