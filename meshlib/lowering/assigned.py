@@ -37,18 +37,11 @@ class Homes:
     _made: dict[Tensor, Sharding] = field(default_factory=dict)
     _held: dict[Tensor, tuple[Sharding, Axes] | None] = field(default_factory=dict)
 
-    def is_weight(self, t: Tensor) -> bool:
-        """Whether a tensor is a variable other than an optimizer slot, or a cast of one."""
-        op = _outermost(t).operation
-        if op.opdef.home is Home.OPERAND:
-            return self.is_weight(op.inputs[0])
-        return op.opdef.kind is Kind.VARIABLE and not op.attrs["slot_of"]
-
     def held(self, t: Tensor) -> tuple[Sharding, Axes] | None:
         """Assigned sharding of a variable and the axes over which it is stationary; None if there are none."""
         if t not in self._held:
-            weight = self.is_weight(t)
-            axes = tuple([axis for d in t.shape for axis in stationary_axes(self.rules, d)]) if weight else ()
+            stay = (axis for d in t.shape for axis in stationary_axes(self.rules, d))
+            axes = tuple(stay) if is_weight(t) else ()
             self._held[t] = (self.of(t), axes) if axes else None
         return self._held[t]
 
@@ -100,6 +93,14 @@ class Homes:
             if unfit_dims(t.graph, t.shape, scope, self.rules, self.mesh):
                 return self.rules.fitting(t.shape, self.mesh, scope)  # as noted by the check
             raise LayoutError(f"{op}: {t}\n{fault}") from None
+
+
+def is_weight(t: Tensor) -> bool:
+    """Whether a tensor is a variable other than an optimizer slot, or a cast of one."""
+    op = _outermost(t).operation
+    if op.opdef.home is Home.OPERAND:
+        return is_weight(op.inputs[0])
+    return op.opdef.kind is Kind.VARIABLE and not op.attrs["slot_of"]
 
 
 def stationary_axes(rules: LayoutRules, dim: Dimension) -> Axes:

@@ -38,6 +38,7 @@ POOL = 2  # closer bounds are computed for this many times the candidates needed
 LEADERS = 3  # the best so far, whose neighbours are examined
 PAYS_SECONDS = 0.1  # work in seconds for which forking processes pays off
 AHEAD = 8  # closer bounds per process and batch
+TOGETHER = 512  # candidates bounded together before a round: those of the least bounds
 Progress = Callable[[int, int, str], object]
 
 
@@ -96,6 +97,7 @@ class Search:
         self.means: dict[object, float] = {}
         self.bare: dict[int, float] = {}  # original bounds of candidates that have closer ones
         self.closer: dict[int, float] = {}  # closer bounds, including those computed in advance
+        self.tightened: set[int] = set()  # candidates bounded together
         self.seen: dict[object, int] = {}
         self.lighter = lighter  # candidate -> same candidates with less recomputation
         self.deferred = False  # whether a candidate was postponed until a lighter one is known
@@ -128,7 +130,13 @@ class Search:
     def _too_large(self) -> Iterator[tuple[int, Outcome]]:
         """Candidates that cannot fit under any lowering, decided before anything is lowered."""
         for n, c in enumerate(self.space):
-            held = self.problems[c.choices].bounds.least_bytes(c)
+            bounds = self.problems[c.choices].bounds
+            held = bounds.least_bytes(c)
+            if not self._exceeds(c, held):
+                try:
+                    held = bounds.held_bytes(c)
+                except LayoutError:  # its estimate will say why it is refused
+                    continue
             if self._exceeds(c, held):
                 yield n, Outcome(c, TOO_LARGE, 0.0, why=_too_large(c, held))
 
@@ -156,6 +164,7 @@ class Search:
     def _choose(self) -> list[int]:
         """Known layouts and neighbours of the leaders first, then by promise; the rest by bound, to close the gap."""
         self.deferred = False
+        self._tighten()
         chosen: list[int] = []
         left = [n for n in self.order if n not in self.outcomes and self._may_win(n)]
         most = ROUND if self.values else FIRST
@@ -191,6 +200,24 @@ class Search:
         """Whether a candidate can be the fastest, or for a known layout, tie with it."""
         tie = self.best * (1 + self.objective.error)
         return self.bounds[n] < (tie if n < self.first else self.best)
+
+    def _tighten(self) -> None:
+        """Bound the candidates of the least bounds together, once one is known that fits."""
+        together = self.objective.together
+        if together is None or self.best == float("inf"):
+            return
+        left = (
+            n for n in sorted(self.order, key=self.bounds.__getitem__) if n not in self.outcomes and self._may_win(n)
+        )
+        numbers = [*islice((n for n in left if n not in self.tightened), TOGETHER)]
+        self.tightened.update(numbers)
+        of_choices: dict[Choices, list[int]] = {}
+        for n in numbers:
+            of_choices.setdefault(self.space[n].choices, []).append(n)
+        for choices, own in of_choices.items():
+            problem = self.problems[choices]
+            for n, bound in zip(own, together(problem.bounds, [self.space[n] for n in own]), strict=True):
+                self.bounds[n] = max(self.bounds[n], bound / problem.units)
 
     def _may_win_by_closer_bound(self, n: int) -> bool:
         """Whether a candidate could win by its closer bound, too."""
@@ -273,12 +300,9 @@ class Search:
                 self.deferred = True
                 return False
         try:
-            held = problem.bounds.held_bytes(c)
+            problem.bounds.held_bytes(c)
         except LayoutError as fault:
             self.outcomes[n] = Outcome(c, REFUSED, bound, why=str(fault).splitlines()[-1].strip())
-            return False
-        if self._exceeds(c, held):
-            self.outcomes[n] = Outcome(c, TOO_LARGE, bound, why=_too_large(c, held))
             return False
         first = self.seen.setdefault(problem.alike(c), n)
         if first != n:

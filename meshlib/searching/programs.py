@@ -37,8 +37,9 @@ class Objective:
     name: str
     of: Callable[[Estimate], float]
     bound: Callable[[Bounds, Candidate], float]
-    # a bound at least as close as `bound`, at a hundred times its cost
+    # a closer bound, at a hundred times the cost of `bound`; and those of many candidates, at ten times its cost each
     closer: Callable[[Bounds, Candidate], float] | None = None
+    together: Callable[[Bounds, Sequence[Candidate]], list[float]] | None = None
     given: object = None  # the figure's name, or the function, as given by the user
     error: float = 0.0  # relative differences below this are insignificant
 
@@ -53,12 +54,16 @@ class Objective:
         if given == "memory":
             return Objective("peak memory", lambda est: est.memory.peak_bytes, _state, given=given)
         if given == "usd":
-            return Objective("cost of a step", lambda est: est.usd(), _usd, _closer_usd, given, MODEL_ERROR)
+            return Objective(
+                "cost of a step", lambda est: est.usd(), _usd, _closer_usd, _usd_of_many, given, MODEL_ERROR
+            )
         if given == "step_seconds":
-            return Objective("step", lambda est: est.step_seconds, _seconds, _closer_seconds, given, MODEL_ERROR)
+            return Objective(
+                "step", lambda est: est.step_seconds, _seconds, _closer_seconds, _seconds_of_many, given, MODEL_ERROR
+            )
         if isinstance(given, str) and isinstance(getattr(Estimate, given, None), property):
             return Objective(
-                given, lambda est: number(getattr(est, given), "search", "objective"), _nothing, None, given
+                given, lambda est: number(getattr(est, given), "search", "objective"), _nothing, given=given
             )
         if not isinstance(given, str) and callable(given):
             function: Callable[[Estimate], float] = given
@@ -68,7 +73,7 @@ class Objective:
                     value = function(est)
                 return number(value, "search", "objective")
 
-            return Objective("objective", figure, _nothing, None, given)
+            return Objective("objective", figure, _nothing, given=given)
         raise GraphError(
             "search: objective must be 'step_seconds', 'usd', 'memory', the name of another figure of mtf.Estimate, "
             f"or a function of an Estimate, got {given!r:.80}"
@@ -81,6 +86,15 @@ def _seconds(bounds: Bounds, c: Candidate) -> float:
 
 def _closer_seconds(bounds: Bounds, c: Candidate) -> float:
     return bounds.critical_path_seconds(c)
+
+
+def _seconds_of_many(bounds: Bounds, candidates: Sequence[Candidate]) -> list[float]:
+    return bounds.core_time_seconds(candidates)
+
+
+def _usd_of_many(bounds: Bounds, candidates: Sequence[Candidate]) -> list[float]:
+    seconds = bounds.core_time_seconds(candidates)
+    return [(c.slice.usd_per_hour or 0.0) / 3600 * value for c, value in zip(candidates, seconds, strict=True)]
 
 
 def _usd(bounds: Bounds, c: Candidate) -> float:

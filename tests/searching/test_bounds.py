@@ -146,6 +146,7 @@ def tried(problem: SearchProblem, space: Sequence[Candidate], most: int, rng: ra
             step = estimate(program, c.slice).step_seconds
             assert problem.bounds.seconds(c) <= step * (1 + 1e-9), (str(c), links)
             assert problem.bounds.critical_path_seconds(c) <= step * (1 + 1e-9), (str(c), links)
+            assert problem.bounds.core_time_seconds([c])[0] <= step * (1 + 1e-9), (str(c), links)
         count += 1
     return count
 
@@ -255,19 +256,20 @@ def test_what_a_bound_asks_for_is_no_more_than_what_experts_send(name: str) -> N
     c = laid((), where, mesh, LayoutRules(case.layout), problem.named)
     step = estimate(problem.session.lower(c.mesh, c.layout), where).step_seconds
     assert problem.bounds.critical_path_seconds(c) <= step * (1 + 1e-9)
+    assert problem.bounds.core_time_seconds([c])[0] <= step * (1 + 1e-9)
 
 
 def test_a_sum_of_tables_has_no_lesser_sum() -> None:
     """Exact where tables are small, from below where they would be too large."""
     rng = np.random.default_rng(0)
     for count in range(2, 8):
-        table, every = Table(), np.zeros([3] * count)
+        table, whole = Table(2), np.zeros([2, *[3] * count])
         for _ in range(2 * count):
             scope = sorted(rng.choice(count, size=min(count, 3), replace=False).tolist())
-            values = rng.uniform(0, 9, [3] * len(scope))
+            values = rng.uniform(0, 9, [2, *[3] * len(scope)])
             table.add(scope, values)
-            every = every + values.reshape([3 if n in scope else 1 for n in range(count)])
-        assert table.least() == pytest.approx(every.min())
+            whole = whole + values.reshape([2, *(3 if n in scope else 1 for n in range(count))])
+        assert table.least() == pytest.approx(whole.reshape(2, -1).min(axis=1))
 
 
 def test_a_product_with_a_repeated_operand_may_be_a_smaller_one() -> None:
@@ -341,3 +343,40 @@ def test_a_bound_knows_what_a_layout_must_send() -> None:
         step = problem.estimate(c).step_seconds
         assert problem.bounds.seconds(c) < 0.01 * step, layout
         assert problem.bounds.critical_path_seconds(c) > 0.2 * step, layout
+
+
+def test_a_bound_knows_what_collectives_take_of_the_core() -> None:
+    """Weights that are gathered, gradients that are summed, and activations that move to weights."""
+
+    def build() -> tuple[Any, Any]:
+        batch, inner, outer, layers = D("batch", 2**15), D("inner", 4096), D("outer", 8192), D("layers", 4)
+        up = mtf.variable("up", [layers, inner, outer], dtype="bfloat16")
+        down = mtf.variable("down", [layers, outer, inner], dtype="bfloat16")
+
+        def layer(carries: Any, slices: Any) -> tuple[Any, Any]:
+            h = mtf.relu(mtf.einsum([carries[0], slices[0]], [batch, outer]))
+            return (carries[0] + mtf.einsum([h, slices[1]], [batch, inner]),), ()
+
+        (y,), _ = mtf.scan(layer, [mtf.input("x", [batch, inner], "bfloat16")], [up, down], layers, remat="full")
+        loss = mtf.reduce_mean(mtf.square(y))
+        return {"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss)
+
+    problem = problem_of(build, (), (), ())
+    least = {  # share of the step that the bound accounts for, and that without collectives
+        ("fsdp:4", "batch:fsdp;inner:fsdp?"): (0.89, 0.88),
+        ("data:4", "batch:data"): (0.93, 0.89),
+        ("model:4", "inner:model;batch:model?"): (0.7, 0.62),
+    }
+    for (mesh, layout), (share, without) in least.items():
+        c = laid((), Slice("v5e-4"), mtf.Mesh(mesh), LayoutRules(layout), ())
+        step = problem.estimate(c).step_seconds
+        assert problem.bounds.seconds(c) < without * step
+        assert share * step < problem.bounds.core_time_seconds([c])[0] <= step
+
+
+def test_bounds_of_many_candidates_are_those_of_each() -> None:
+    """Up to what the options of others change: their tables are larger."""
+    problem = problem_of(network(27, 64), (), (), ())
+    space = random.Random(0).sample(space_of(problem, "v5e-4"), 12)
+    together = problem.bounds.core_time_seconds(space)
+    assert together == pytest.approx([problem.bounds.core_time_seconds([c])[0] for c in space], rel=5e-3)

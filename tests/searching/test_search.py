@@ -452,6 +452,7 @@ def below(build: Callable[..., Any], name: str, most: int, seed: int, **choice: 
             step = mtf.estimate(est.program, slowed(name, links)).step_seconds
             own = replace(c, slice=slowed(name, links))
             assert found.bounds.critical_path_seconds(own) <= step * (1 + 1e-9), (str(c), links)
+            assert found.bounds.core_time_seconds([own])[0] <= step * (1 + 1e-9), (str(c), links)
         assert found.bounds.least_bytes(c) <= found.bounds.held_bytes(c) * (1 + 1e-9), c
         assert found.bounds.held_bytes(c) <= est.memory.peak_bytes, c
     return tried

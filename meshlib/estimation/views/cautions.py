@@ -15,7 +15,7 @@ from meshlib.core.graph import Tensor
 from meshlib.core.slices import assumed_figures
 from meshlib.core.text import bytes_text
 from meshlib.estimation.result import Estimate
-from meshlib.lowering.assigned import Homes
+from meshlib.lowering.assigned import is_weight
 from meshlib.program.instructions import Move
 from meshlib.program.records import Program, walk
 
@@ -60,8 +60,7 @@ def _gathered_weights(program: Program) -> Iterator[str]:
     sent: defaultdict[tuple[str, ...], float] = defaultdict(float)
     for i, _, times in walk(program):
         for step, value, _ in i.transfers if isinstance(i, Move) else ():
-            homes = Homes(value.tensor.graph, program.mesh, program.layout)
-            if STEP_KINDS[step.kind].gathers and homes.is_weight(value.tensor):
+            if STEP_KINDS[step.kind].gathers and is_weight(value.tensor):
                 sent[step.axes] += times * step.sent_bytes
     for axes, size in sorted(sent.items(), key=lambda item: -item[1]):
         devices = prod(program.mesh.axis_size(axis) for axis in axes)

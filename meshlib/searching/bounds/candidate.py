@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -36,14 +37,19 @@ from meshlib.lowering.assigned import scope_of
 from meshlib.program.analysis.buffers import rewritten
 from meshlib.program.instructions import Compute, Loop, Value
 from meshlib.program.records import Program, walk
+from meshlib.searching.bounds.core_time import CoreTime
 from meshlib.searching.bounds.critical_path import CriticalPath
 from meshlib.searching.bounds.dataflow import Flow
 from meshlib.searching.bounds.elements import NOTHING, ElementTraffic, Passing, is_product
+from meshlib.searching.bounds.flow_tracing import flow_of, is_gradient
+from meshlib.searching.bounds.node_splits import NodeSplits
 from meshlib.searching.bounds.products import Contraction, Operands, ProductKernel
+from meshlib.searching.bounds.shared_splits import Batch
 from meshlib.searching.bounds.split_products import SplitProducts
 from meshlib.searching.renamed_dims import Names, Passages
 from meshlib.searching.space import Candidate
 
+BATCH = 128  # candidates whose core time is bounded at once
 Floats: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
@@ -74,6 +80,7 @@ class Bounds:
       elements: HBM traffic of element-wise kernels per step, by the dims along which they may be split.
       resident: number of variables, slots and inputs of each shape, scope and width in bytes.
       moments: bytes of stacked values by the dims that can split them, at several times; the peak is at least each.
+      gradients: among them, for each moment, bytes of stacked gradients by shape, which the layout shards.
       alone: whether there is a single product, which runs without the losses of a whole program.
     """
 
@@ -81,6 +88,7 @@ class Bounds:
     elements: Mapping[Names | None, Passing]
     resident: Mapping[tuple[Shape, str, float], int]
     moments: Sequence[Mapping[Names | None, int]]
+    gradients: Sequence[Mapping[Shape, int]]
     alone: bool
     flow: Flow
     passages: Passages
@@ -98,7 +106,7 @@ class Bounds:
         kernels: dict[ProductKernel, tuple[int, Passing]] = {}
         products = 0
         origins: dict[Program, Origins] = {}
-        flow = Flow.of(whole, passages)
+        flow = flow_of(whole, passages)
         reducible = set(flow.reducible)
         traffic = ElementTraffic.of(whole, passages, flow.full)
         for i, program, times in walk(whole):
@@ -124,22 +132,23 @@ class Bounds:
         for v in (*whole.variables.values(), *whole.inputs.values()):
             if not v.tensor.on_host:
                 held[v.tensor.shape, scope_of(v.tensor), v.local_bytes / max(1, v.local_size)] += 1
-        moments = []
+        moments, gradients = [], []
         for values in _moments(whole):
             sizes: Counter[Names | None] = Counter()
+            of_gradients: Counter[Shape] = Counter()
             for v in values:
                 sizes[passages.split(v.tensor.shape)] += v.local_bytes
+                if is_gradient(v):
+                    of_gradients[v.tensor.shape] += v.local_bytes
             moments.append(sizes)
-        return Bounds(kernels, traffic.elements, held, moments, products < 2, flow, passages, whole.compiler)
+            gradients.append(of_gradients)
+        return Bounds(kernels, traffic.elements, held, moments, gradients, products < 2, flow, passages, whole.compiler)
 
     # ------------------------------------------------------------ time
 
     def seconds(self, c: Candidate) -> float:
         """Lower bound on the seconds of a step."""
-        key = c.slice.chip, c.slice.slices
-        if key not in self._times:
-            self._times[key] = self._timed(c.slice)
-        times = self._times[key]
+        times = self._times_on(c.slice)
         if times is None:
             return 0.0
         chip_splits = c.slice.chip, c.splits
@@ -147,9 +156,8 @@ class Bounds:
         if seconds is None:
             parts, ends = self._most_parts(c), self._ends
             attention = np.maximum(times.attention / parts[: ends[0]] - times.rounded, 0.0).sum()
-            cuts = parts[ends[0] : ends[1]]
-            moved = (times.elements / cuts)[times.smallest / cuts > times.held_bytes].sum()
-            seconds = times.launch_seconds + float(attention + moved) + times.products.seconds(c.splits)
+            moved = self._element_seconds(c)
+            seconds = times.launch_seconds + float(attention) + moved + times.products.seconds(c.splits)
             self._seconds_of[chip_splits] = seconds
         return self._whole_step(c, seconds)
 
@@ -159,15 +167,48 @@ class Bounds:
         return CALIBRATED.without_losses() if self.alone else CALIBRATED
 
     def critical_path_seconds(self, c: Candidate) -> float:
-        """A lower bound that includes communication: at least `seconds`, at a hundred times its cost."""
+        """A lower bound from the chain of products and collectives, at a hundred times the cost of `seconds`."""
         shared = self._known.setdefault(c.slice.chip, {})
-        path = CriticalPath(c, self.passages, self.physics, self.compiler, shared)
-        return self._whole_step(c, path.seconds(self.flow))
+        splits = NodeSplits(c, self.passages, self.physics, self.compiler, shared)
+        return self._whole_step(c, CriticalPath(splits).seconds(self.flow))
+
+    def core_time_seconds(self, candidates: Sequence[Candidate]) -> list[float]:
+        """Lower bounds that include what collectives take of the core, for many candidates at once."""
+        batches: dict[tuple[Chip, int], list[int]] = {}
+        for n, c in enumerate(candidates):
+            count = sum(size > 1 for _, size in c.splits)
+            batches.setdefault((c.slice.chip, count), []).append(n)
+        seconds = [0.0] * len(candidates)
+        for (chip, count), numbers in batches.items():
+            for at in range(0, len(numbers) if count else 0, BATCH):
+                own = [candidates[n] for n in numbers[at : at + BATCH]]
+                shared = self._known.setdefault(chip, {})
+                batch = Batch(own, self.passages, self.physics, self.compiler, shared)
+                elements = np.array([self._element_seconds(c) for c in own])
+                core = CoreTime(batch).seconds(self.flow, elements)
+                for n, c, value in zip(numbers[at : at + BATCH], own, core.tolist(), strict=True):
+                    seconds[n] = self._whole_step(c, value)
+        return seconds
+
+    def _element_seconds(self, c: Candidate) -> float:
+        """Lower bound on the seconds of element-wise kernels in a step."""
+        times = self._times_on(c.slice)
+        if times is None:
+            return 0.0
+        cuts = self._most_parts(c)[self._ends[0] : self._ends[1]]
+        return float((times.elements / cuts)[times.smallest / cuts > times.held_bytes].sum())
 
     def _whole_step(self, c: Candidate, seconds: float) -> float:
         """Seconds plus jitter between slices and the overhead of a step."""
         jitter = CALIBRATED.jitter(c.slice.slices) * self.compiler.slice_jitter
         return seconds * (1 + jitter) + self.compiler.step_overhead_seconds
+
+    def _times_on(self, where: Slice) -> _Times | None:
+        """Kernel times on a slice's chip, cached."""
+        key = where.chip, where.slices
+        if key not in self._times:
+            self._times[key] = self._timed(where)
+        return self._times[key]
 
     def _timed(self, where: Slice) -> _Times | None:
         """Kernel times on a slice's chip; None if the chip cannot run a kernel, which the estimate will report."""
@@ -206,17 +247,27 @@ class Bounds:
         total = 0.0
         for (shape, scope, width), count in self.resident.items():
             total += count * width * c.layout.sharding(shape, c.mesh, scope).local_size
-        return total + self._stacked(c)
+        return total + self._stacked(c, self._excess_bytes(c))
+
+    def _excess_bytes(self, c: Candidate) -> Floats:
+        """For each moment, the bytes of gradients beyond what they take where all axes split them that could."""
+        most = dict.fromkeys(shape for sizes in self.gradients for shape in sizes)
+        part_of: dict[Shape, float] = {}
+        for shape in most:
+            names = self.passages.split(shape)
+            parts = prod(size for dims, size in c.splits if names is None or not names.isdisjoint(dims))
+            part_of[shape] = c.layout.fitting(shape, c.mesh, "slots").local_size / shape.size - 1 / parts
+        return np.array([sum(size * part_of[shape] for shape, size in sizes.items()) for sizes in self.gradients])
 
     def least_bytes(self, c: Candidate) -> float:
         """At most `held_bytes`, at a fraction of its cost: assumes that every axis splits whatever it could split."""
         _, begin, end = self._ends
         return float((self._bytes[begin:end] / self._most_parts(c)[begin:end]).sum()) + self._stacked(c)
 
-    def _stacked(self, c: Candidate) -> float:
+    def _stacked(self, c: Candidate, excess_bytes: Floats | float = 0.0) -> float:
         if not self._starts.size:
             return 0.0
-        return float(np.add.reduceat(self._bytes / self._most_parts(c), self._starts).max())
+        return float((np.add.reduceat(self._bytes / self._most_parts(c), self._starts) + excess_bytes).max())
 
     # ------------------------------------------------------------ what axes may split
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import count
+from itertools import combinations, product
+from itertools import count as counter
 from math import prod
 
 from hardware.errors import HardwareError
@@ -64,6 +65,22 @@ def wire_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind:
         return 0.0
 
 
+@lru_cache(maxsize=1 << 10)
+def overhead_seconds(slice_: Slice, sizes: tuple[int, ...], kind: str) -> float:
+    """Most of what a small collective over some axes takes beside its time on the wire, launch included."""
+    most = 0.0
+    for count in range(1, len(sizes) + 1):
+        for axes in combinations(range(len(sizes)), count):
+            mesh, where, _ = _ordered(sizes, axes)
+            for p, size in product(_distinct_placements(slice_, mesh, where), SIZES[:2]):
+                try:
+                    cost = collective_cost(p, kind, [f"a{n}" for n in where], size)
+                except HardwareError:  # no links: the candidate will be refused
+                    continue
+                most = max(most, cost.seconds - max((busy for _, busy in cost.busy_seconds), default=0.0))
+    return most + slice_.chip.collective_launch_seconds
+
+
 def _bound(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: str, size: float) -> float:
     """Lower bound from the priced sizes on either side."""
     if size <= 0:
@@ -97,7 +114,7 @@ def _distinct_placements(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int,
     placements: dict[tuple[object, ...], Placement] = {}
     for p in _all_placements(slice_, sizes):
         names: dict[int, int] = {}
-        numbers = count()
+        numbers = counter()
         lying = []
         for f in p.of(chosen):
             place = f.place if f.place < 0 else names.setdefault(f.place, next(numbers))

@@ -9,24 +9,16 @@ edge is sent; which one is open, so the smallest counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
 
 from layouts import Shape
-from meshlib.core.graph import Operation, Tensor
-from meshlib.core.opdef import Factor, Kind, Role, Total
-from meshlib.estimation.work.products import attention_of
-from meshlib.estimation.work.stored_values import Origins, held_values
-from meshlib.lowering.assigned import scope_of
-from meshlib.ops.contraction.einsum import EIGHT_BIT
-from meshlib.program.instructions import Compute, Instruction, Loop, Resident, Value
-from meshlib.program.records import Program
+from meshlib.program.instructions import Compute, Value
 from meshlib.searching.bounds.products import Contraction, ProductKernel
-from meshlib.searching.renamed_dims import Names, Passages, laid_names
-
-MOST_EDGES = 4  # edges followed per value: those of the most bytes
+from meshlib.searching.renamed_dims import Names
 
 # Bytes of the smallest value on an edge, for each set of dims along which its values can be split.
 Bytes: TypeAlias = Mapping[Names | None, float]
@@ -69,13 +61,15 @@ class Node:
     """A producer of values. `placed`: the layout fixes its sharding; `splits`: one for each possible split; neither:
     its result may have any form.
 
-    `product`, `attention`: its computation; `reads`: operands in HBM; `loop`: the body of a loop with `trips` trips.
+    `product`, `attention`: its computation; `reads`: operands in HBM; `held`: operands that are weights, with where the
+    layout places them; `loop`: the body of a loop with `trips` trips.
     """
 
     placed: Placed | None = None
     splits: tuple[Split, ...] | None = None
     product: Contraction | None = None
     reads: Sequence[HbmUse] = ()
+    held: Sequence[tuple[int, Placed]] = ()
     attention: ProductKernel | None = None
     loop: Flow | None = None
     trips: float = 1
@@ -92,7 +86,11 @@ class Node:
 class Edge:
     """An edge from a node to an operand of another one, or to its `home`, the sharding that the layout fixes.
 
-    `linear`: whether a pending sum may pass; `taken`: whether the target accepts one, too.
+    `value`: the operand; `values`: all on the edge. `linear`: whether a pending sum may pass; `taken`: whether the
+    target accepts one, too; `summed`: the values that may be a pending sum of the source; `of_sums`: whether only sums
+    count. `beside`: whether the values depend on no product but the source, and no product on them but the target: a
+    collective is issued before a product that runs beside it, unless the target is the first of all or the source the
+    last (`meshlib.lowering.ordering`).
     """
 
     source: int
@@ -103,6 +101,10 @@ class Edge:
     taken: bool = True
     home: Placed | None = None
     values: frozenset[Value] = frozenset()
+    beside: bool = False
+    summed: frozenset[Value] = frozenset()
+    of_sums: bool = False
+    value: Value | None = None
 
     @property
     def least_bytes(self) -> float:
@@ -120,21 +122,88 @@ class Flow:
     nodes: Sequence[Node]
     edges: Sequence[Sequence[Edge]]  # for each node, the edges that end there
     full: frozenset[Value] = frozenset()
+    _beside: dict[tuple[int, int], Sequence[int]] = field(default_factory=dict)
 
     @cached_property
     def apart(self) -> Sequence[Sequence[Edge]]:
-        """Edges that share no values, except those of the same source, grouped by source.
+        """Edges in groups of one source each, so that no collective serves edges of two groups.
 
-        Where edges overlap, those of the most bytes are chosen.
+        For each operand, of the most bytes first, those of the source whose values fewest other operands depend on. Of
+        others the pending sums, if they are reduced before the values that are shared.
         """
-        taken: dict[Value, int] = {}
-        edges_of_source: dict[int, list[Edge]] = {}
-        serial_edges = [edge for edges in self.edges for edge in edges if edge.values and self._is_serial(edge)]
-        for edge in sorted(serial_edges, key=lambda edge: (-edge.least_bytes, -edge.source, edge.target)):
-            if all(taken.get(v, edge.source) == edge.source for v in edge.values):
-                taken.update(dict.fromkeys(edge.values, edge.source))
-                edges_of_source.setdefault(edge.source, []).append(edge)
-        return [edges_of_source[source] for source in sorted(edges_of_source)]
+        edges_of: dict[tuple[Value | None, int], list[Edge]] = {}  # by operand and source
+        users: Counter[Value] = Counter()  # number of operands that depend on a value
+        for edge in self._sending:
+            edges_of.setdefault((edge.value, edge.source), []).append(edge)
+        for edges in edges_of.values():
+            users.update(edges[0].values)
+
+        def rank(key: tuple[Value | None, int]) -> tuple[float, int, int]:
+            edge = edges_of[key][0]
+            return -edge.least_bytes, max(users[v] for v in edge.values), -edge.source
+
+        groups: list[list[Edge]] = []
+        group_of: dict[Value, list[Edge]] = {}
+        left: list[list[Edge]] = []
+        for key in sorted(edges_of, key=rank):
+            edges = edges_of[key]
+            if group_of.keys().isdisjoint(edges[0].values):
+                groups.append(edges)
+                group_of.update(dict.fromkeys(edges[0].values, edges))
+            else:
+                left.append(edges)
+        left += [[replace(e, values=e.summed, of_sums=True, beside=False) for e in edges] for edges in left]
+        for edges in left:
+            met = {id(group_of[v]): group_of[v] for v in edges[0].values if v in group_of}
+            group = next(iter(met.values()), None)
+            if group is None:
+                group = []
+                groups.append(group)
+            if len(met) <= 1 and (not group or group[0].source == edges[0].source):
+                group += edges
+                group_of.update(dict.fromkeys(edges[0].values, group))
+        return groups
+
+    @property
+    def _sending(self) -> Iterator[Edge]:
+        """The edges on which a collective may be needed."""
+        known = [n for n, node in enumerate(self.nodes) if node.splits is not None or node.placed is not None]
+        for target in known:
+            yield from (edge for edge in self.edges[target] if edge.values and edge.source in known)
+
+    @cached_property
+    def firsts(self) -> frozenset[int]:
+        """Products and attention that no other product or loop must precede."""
+        return frozenset(
+            n for n, node in enumerate(self.nodes)
+            if node.splits is not None and not any(self._is_large(m) for m in self._ancestors[n])
+        )  # fmt: skip
+
+    @cached_property
+    def lasts(self) -> frozenset[int]:
+        """Products that no other product or loop must follow."""
+        followed = {m for n in range(len(self.nodes)) if self._is_large(n) for m in self._ancestors[n]}
+        return frozenset(n for n, node in enumerate(self.nodes) if node.product is not None and n not in followed)
+
+    @cached_property
+    def several(self) -> frozenset[int]:
+        """Nodes whose results several products may read."""
+        counts = Counter({edge.source: 0 for edges in self.edges for edge in edges})
+        for node, edges in zip(self.nodes, self.edges, strict=True):
+            counts.update({edge.source for edge in edges} if node.product is not None else ())
+        return frozenset(n for n, count in counts.items() if count > 1)
+
+    @cached_property
+    def rivals(self) -> Sequence[int]:
+        """For each node, the number of its operands, or of all homes, on whose edges collectives may be waited for at
+        the same time."""
+        waited = {(edge.target, edge.operand) for edges in self.apart for edge in edges if not edge.beside}
+        homes = sum(self.nodes[target].placed is not None for target, _ in waited)
+        counts = Counter(target for target, _ in waited)
+        return [max(1, homes if node.placed is not None else counts[n]) for n, node in enumerate(self.nodes)]
+
+    def _is_large(self, number: int) -> bool:
+        return self.nodes[number].product is not None or self.nodes[number].loop is not None
 
     @property
     def reducible(self) -> Iterator[Compute]:
@@ -157,14 +226,19 @@ class Flow:
             for n in range(len(self.nodes))
         ]
 
-    def _is_serial(self, edge: Edge) -> bool:
-        """Whether no other attention can run during a collective on this edge, if both its ends are products or
-        attention: all others come before or after both."""
+    def attention_beside(self, edge: Edge) -> Sequence[int]:
+        """Attention that may run during a collective on an edge between products or attention: all others come before
+        or after both."""
         ends = edge.source, edge.target
         if any(self.nodes[n].splits is None for n in ends):
-            return True
-        attention = [n for n, node in enumerate(self.nodes) if node.attention is not None and n not in ends]
-        return all(n in self._ancestors[edge.source] or edge.target in self._ancestors[n] for n in attention)
+            return ()
+        if ends not in self._beside:
+            self._beside[ends] = [
+                n for n, node in enumerate(self.nodes)
+                if node.attention is not None and n not in ends
+                and not (n in self._ancestors[edge.source] or edge.target in self._ancestors[n])
+            ]  # fmt: skip
+        return self._beside[ends]
 
     @cached_property
     def _ancestors(self) -> Sequence[frozenset[int]]:
@@ -173,249 +247,3 @@ class Flow:
         for edges in self.edges:
             ancestors.append(frozenset().union(*(ancestors[edge.source] | {edge.source} for edge in edges)))
         return ancestors
-
-    @staticmethod
-    def of(whole: Program, passages: Passages) -> Flow:
-        """The dataflow of a program lowered for one device."""
-        given = {v: Placed(v.tensor.shape, scope_of(v.tensor)) for v in _resident(whole)}
-        maker = _Maker(whole, passages, given)
-        maker.run()
-        for name, v in whole.updates.items():
-            held = whole.variables.get(name)
-            if held is not None:
-                maker.bring(v, given[held])
-        return maker.flow
-
-
-def _resident(program: Program) -> Iterable[Value]:
-    return (v for v in (*program.variables.values(), *program.inputs.values()) if not v.tensor.on_host)
-
-
-@dataclass(frozen=True)
-class _Reach:
-    """A value's dependency on a node, with the values in between."""
-
-    source: int
-    sizes: Bytes
-    linear: bool
-    values: frozenset[Value]
-
-    @property
-    def least_bytes(self) -> float:
-        return min(self.sizes.values())
-
-
-@dataclass(eq=False)
-class _Maker:
-    """Builds the flow of a program or body; the layout fixes the sharding of `given` values."""
-
-    program: Program
-    passages: Passages
-    given: Mapping[Value, Placed]
-    nodes: list[Node] = field(default_factory=list)
-    edges: list[list[Edge]] = field(default_factory=list)
-    reached: dict[Value, list[_Reach]] = field(default_factory=dict)
-    full: set[Value] = field(default_factory=set)  # values that no product of smaller values can replace
-    # values that may be present at the start, or depend on such values alone
-    early: set[Value] = field(default_factory=set)
-    origins: Origins = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.origins = Origins(self.program)
-        self.early.update(held_values(self.program))
-
-    @property
-    def flow(self) -> Flow:
-        """The flow built so far."""
-        inside = (node.loop.full for node in self.nodes if node.loop is not None)
-        return Flow(self.nodes, self.edges, frozenset(self.full).union(*inside))
-
-    def run(self) -> None:
-        for v, placed in self.given.items():
-            self._start(v, self._add(Node(placed=placed)))
-        for i in self.program.instructions:
-            if isinstance(i, Resident) or not i.outputs:
-                continue
-            if not _is_large(i) and self.early.issuperset(i.inputs):
-                self.early.update(i.outputs)
-            if isinstance(i, Loop):
-                self._loop(i)
-            elif isinstance(i, Compute) and i.operation.opdef.kind is Kind.CONTRACTION:
-                self._product(i)
-            elif isinstance(i, Compute) and _keeps_elements(i.operation):
-                self._pass_on(i)
-            elif not isinstance(i.operation.opdef.form(i.operation), Total):
-                self._other(i)
-
-    def bring(self, value: Value, home: Placed) -> None:
-        """Require a value under its home sharding at the end."""
-        if self.reached.get(value):
-            self._add(Node(placed=home), [(0, value, home)])
-
-    # ------------------------------------------------------------ nodes
-
-    def _add(
-        self, node: Node, needs: Iterable[tuple[int, Value, Placed | None]] = (), linear: Sequence[int] = ()
-    ) -> int:
-        number = len(self.nodes)
-        self.nodes.append(node)
-        self.edges.append(
-            [
-                Edge(reach.source, number, operand, reach.sizes, reach.linear, operand in linear, home, reach.values)
-                for operand, x, home in needs
-                for reach in self.reached.get(x, ())
-            ]
-        )
-        return number
-
-    def _start(self, value: Value, source: int, full: bool = True) -> None:
-        self.reached[value] = [_Reach(source, self._sizes(value), True, frozenset({value}))]
-        if full:
-            self.full.add(value)
-
-    def _product(self, i: Compute) -> None:
-        # If an operand is composed of factors that lack some of its dims, its sums may be computed from smaller ones.
-        full = all(x in self.full for x in i.inputs)
-        op = i.operation
-        laid = bool(laid_names(x.shape for x in (*op.inputs, *op.outputs)))
-        splits = tuple(self._split(f, full, laid) for f in op.opdef.roles(op))
-        if op.attrs.get("precision") in EIGHT_BIT:  # rounded before they are sent
-            for x in i.inputs[:2]:
-                least = {self.passages.split(x.tensor.shape): float(x.local_size)}
-                self.reached[x] = [replace(r, sizes=_smaller(r.sizes, least)) for r in self.reached.get(x, ())]
-        product = Contraction.of(self.program, i, self.origins, self.early)
-        node = Node(splits=splits, product=product, reads=self._reads(i), smaller=not full, laid=laid)
-        number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.opdef.linear(op).operands)
-        summed = any(f.role is not Role.PARALLEL for f in op.opdef.roles(op))
-        for y in i.outputs:
-            self._start(y, number, summed or self._is_full(i, y))
-
-    def _reads(self, i: Compute) -> list[HbmUse]:
-        """For each operand that comes from outside the product's kernel, its HBM use, unless both are the same."""
-        uses: list[HbmUse] = []
-        seen: set[Value] = set()
-        for x in i.inputs[:2]:
-            stored = [r for r in self.reached.get(x, ()) if self.nodes[r.source].is_apart]
-            if stored:
-                most = max(stored, key=lambda r: r.least_bytes)
-                if seen.isdisjoint(most.values):
-                    uses.append(HbmUse(most.sizes, x in self.early))
-                    seen |= most.values
-        return uses
-
-    def _split(self, f: Factor, full: bool, laid: bool) -> Split:
-        names = [name for name in (*f.operands, *f.outputs) if name is not None]
-        if laid:  # every size divides 0
-            return Split(None, 0, f.operands, f.outputs[0], True)
-        known = f.role is Role.PARALLEL or (f.role is Role.SUM and full)
-        return Split(self.passages.reached(names), f.size, f.operands, f.outputs[0], not known)
-
-    def _share(self, f: Factor) -> Split:
-        """A split of attention."""
-        names = [name for name in (*f.operands, *f.outputs) if name is not None]
-        known = f.role in (Role.PARALLEL, Role.SUM, Role.SHARE, Role.SUMMARY) and f.shares is None
-        return Split(self.passages.reached(names), f.size, f.operands, f.outputs[0], not known)
-
-    def _names(self, i: Compute) -> Names | None:
-        return self.passages.split(*(v.tensor.shape for v in (*i.inputs, *i.outputs)))
-
-    def _other(self, i: Instruction) -> None:
-        node, op = Node(), i.operation
-        if isinstance(i, Compute) and op.opdef.scores:
-            splits = tuple(self._share(f) for f in op.opdef.roles(op) if f.role is not Role.WHOLE)
-            node = Node(splits=splits, attention=ProductKernel(self._names(i), "bf16", attention_of(self.program, i)))
-        number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.opdef.linear(op).operands)
-        for y in i.outputs:
-            self._start(y, number)
-
-    def _pass_on(self, i: Compute) -> None:
-        linear = i.operation.opdef.linear(i.operation).operands
-        for y in i.outputs:
-            own = self._sizes(y)
-            reach_of_source: dict[int, _Reach] = {}
-            for n, x in enumerate(i.inputs):
-                for r in self.reached.get(x, ()):
-                    extended = _Reach(r.source, _smaller(r.sizes, own), r.linear and n in linear, r.values | {y})
-                    before = reach_of_source.get(r.source)
-                    if before is None or extended.least_bytes > before.least_bytes:
-                        reach_of_source[r.source] = extended
-            most = sorted(reach_of_source.values(), key=lambda r: (-r.least_bytes, -r.source))
-            self.reached[y] = most[:MOST_EDGES]
-            if self._is_full(i, y):
-                self.full.add(y)
-
-    def _is_full(self, i: Compute, y: Value) -> bool:
-        """Whether an operand has all dims of the result, maybe renamed, so that the result has no smaller factors."""
-        names = set(y.tensor.shape.names)
-        return any(
-            x in self.full and (x.local_size == y.local_size or names <= set(x.tensor.shape.names)) for x in i.inputs
-        )
-
-    # ------------------------------------------------------------ loops
-
-    def _loop(self, loop: Loop) -> None:
-        body = loop.body
-        given: dict[Value, Placed] = {}
-        for inner, outer in zip(body.inputs.values(), loop.inputs, strict=True):
-            if outer in self.given:
-                given[inner] = self.given[outer]
-        carried: dict[str, Placed] = {}
-        for before, after in loop.carries:
-            if not _adds_up(body, body.inputs[before], body.outputs[after]):
-                carried[before] = _home(body.inputs[before].tensor)
-                given[body.inputs[before]] = carried[before]
-        maker = _Maker(body, self.passages, given)
-        maker.full.update(body.inputs.values())  # the body does not see how its inputs are composed
-        maker.run()
-        for before, after in loop.carries:
-            if before in carried:
-                maker.bring(body.outputs[after], carried[before])
-        homes = [carried.get(name) for name in body.inputs]
-        node = self._add(
-            Node(loop=maker.flow, trips=float(loop.trips * loop.share)),
-            ((n, x, home) for n, (x, home) in enumerate(zip(loop.inputs, homes, strict=True))),
-            range(len(loop.inputs)),
-        )
-        for n, y in enumerate(loop.outputs):
-            at_home = carried.get(loop.carries[n][0]) if n < len(loop.carries) else None
-            self._start(y, node if at_home is None else self._after(node, at_home))
-
-    def _after(self, loop: int, home: Placed) -> int:
-        """A node for a carry that a loop leaves under its home sharding."""
-        node = self._add(Node(placed=home))
-        self.edges[node].append(Edge(loop, node, 0, {}, True, True))
-        return node
-
-    def _sizes(self, v: Value) -> Bytes:
-        return {self.passages.split(v.tensor.shape): float(v.local_bytes)}
-
-
-def _is_large(i: Instruction) -> bool:
-    """Whether it is a loop, or a kernel without a product."""
-    return not isinstance(i, Compute) or i.operation.opdef.kind is Kind.CONTRACTION or bool(i.operation.opdef.scores)
-
-
-def _keeps_elements(op: Operation) -> bool:
-    """Whether each operand element appears in the result at the same position along every dim."""
-    kind = op.opdef
-    if kind.kind not in (Kind.ELEMENTWISE, Kind.VIEW) or kind.reads_part or kind.writes_part:
-        return False
-    return all(f.role is Role.PARALLEL and f.outputs[0] is not None for f in kind.roles(op))
-
-
-def _home(t: Tensor) -> Placed:
-    return Placed(t.shape, scope_of(t))
-
-
-def _smaller(a: Bytes, b: Bytes) -> Bytes:
-    """The smaller size for each set of dims."""
-    sizes = dict(a)
-    for names, size in b.items():
-        sizes[names] = min(size, sizes.get(names, size))
-    return sizes
-
-
-def _adds_up(body: Program, before: Value, after: Value) -> bool:
-    """Whether a carry may be a pending sum: its only user computes its next value."""
-    users = [i for i in body.instructions if before in i.inputs]
-    return not users or (len(users) == 1 and after in users[0].outputs)

@@ -1,0 +1,273 @@
+"""Lower bound that adds up all kernels and the core's time for collectives, for many candidates at once.
+
+The core runs one kernel at a time. Beside them it owes `Physics.early_exposed` of the time on the wire of each
+collective that runs beside a product, and it waits for each collective that the next product needs
+(`meshlib.estimation.time.scheduling`). So a step takes at least
+
+    kernels + element-wise kernels + owed,    and    kernels + waits,
+
+and any mean of the two: the bound takes several. On edges that are `beside`, collectives are owed: of weights, unless
+their product is the first of a trip, and of gradients, unless theirs is the last. Others are owed or waited for; each
+counts as the cheaper. Of those that may run in pieces beside a product, what is longer than the product is waited for.
+
+Each axis has a sum of tables over the splits of the nodes, which `min_sum` minimises: a product takes at least its time
+under the best splits, and what each axis adds to it. Collectives over several axes are shared out among their sums.
+Tables have a leading dim of candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshlib.searching.bounds.dataflow import Edge, Flow
+from meshlib.searching.bounds.min_sum import Table
+from meshlib.searching.bounds.shared_splits import GATHERS, SUMS, Batch, Bools, Floats, Ints
+
+LONG = 1e6  # seconds: of options that an axis does not have
+MOST_TARGETS = 3  # targets of one node that are bounded jointly
+SHARES = (
+    0.95,
+    0.88,
+    0.8,
+    0.65,
+    0.5,
+    0.35,
+    0.25,
+)  # weights of what is owed in means with waits; at the last, both cost alike
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Least sums of a program, or of one trip of a loop's body, in seconds, for each candidate.
+
+    `means`: for each share of `SHARES`, the mean with that weight of what is owed, and the rest of waits. `hidden`: at
+    most what is owed for collectives that may be hidden, before the first product or in pieces beside the last; `last`:
+    for those that may be waited for after the last product, beside element-wise kernels.
+    """
+
+    means: Floats
+    hidden: Floats
+    last: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class NodeTimes:
+    """Seconds of a node: the least, and for each axis what its options add: together no more than joint options do."""
+
+    least: Floats
+    excesses: Sequence[Floats]
+
+    @staticmethod
+    def of(own: Floats) -> NodeTimes:
+        """From the seconds of all joint options: an array of candidates, and a dim for each axis."""
+        axes = range(1, own.ndim)
+        least = own.min(axis=tuple(axes), keepdims=True)
+        least = np.where(np.isfinite(least), least, 0.0)
+        excess = np.where(np.isfinite(own), own - least, LONG)
+        excesses = [excess.min(axis=tuple(m for m in axes if m != axis), keepdims=True) for axis in axes]
+        total = sum(np.where(e < LONG, e, 0.0) for e in excesses)
+        part = np.where((total > 0) & (excess < LONG), excess / np.where(total > 0, total, 1.0), 1.0)
+        least_part = np.minimum(part.min(axis=tuple(axes), keepdims=True), 1.0)
+        parts = [np.where(e < LONG, e * least_part, LONG).reshape(len(own), -1) for e in excesses]
+        return NodeTimes(least.reshape(-1), parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """Collectives over an axis from one source, over the options of the nodes `scope`, in seconds.
+
+    `owed`: what is owed; `either`: on the wire, of others that run whole; `cut`: of others that may run in pieces, and
+    `longer`: by what they are longer than the products beside them.
+    """
+
+    axis: int
+    scope: tuple[int, ...]
+    owed: Floats | None
+    either: Floats | None = None
+    cut: Floats | None = None
+    longer: Floats | None = None
+
+    def seconds(self, share: float, exposed: float, part: float) -> Floats:
+        """In a mean with that share of what is owed; `part`: of what those in pieces are longer."""
+        if self.owed is not None:
+            return share * self.owed
+        assert self.either is not None
+        assert self.cut is not None
+        assert self.longer is not None
+        # those in pieces wait beside the product before them, or beside the one after them
+        in_pieces = np.minimum(share * exposed * self.cut, (1 - share) / 2 * part * self.longer)
+        return np.maximum(min(share * exposed, 1 - share) * self.either, in_pieces)
+
+
+@dataclass(eq=False)
+class CoreTime:
+    """Core time of some candidates with the same number of axes."""
+
+    batch: Batch
+
+    def seconds(self, flow: Flow, element_seconds: Floats) -> Floats:
+        """Lower bounds on the seconds of a program, whose element-wise kernels take at least `element_seconds`."""
+        sums = self._sums(flow, False)
+        others = np.maximum(0.0, element_seconds - sums.last)  # those after the last product run beside collectives
+        means: Floats = sums.means + np.array(SHARES)[:, None] * (others - sums.hidden)
+        most: Floats = means.max(axis=0)
+        return most
+
+    def _sums(self, flow: Flow, in_loop: bool) -> Sums:
+        count, batch = len(self.batch.candidates), self.batch
+        means, hidden, last = np.zeros((len(SHARES), count)), np.zeros(count), np.zeros(count)
+        times: dict[int, NodeTimes] = {}
+        for n, node in enumerate(flow.nodes):
+            if node.loop is not None:
+                trip = self._sums(node.loop, True)
+                means += node.trips * trip.means
+                hidden, last = hidden + node.trips * trip.hidden, last + node.trips * trip.last
+                continue
+            own = batch.seconds(flow, n)
+            if own is not None:
+                times[n] = NodeTimes.of(own)
+                means += times[n].least
+        sent: list[Sent] = []
+        exempt = _Exempt(flow, batch)
+        for edges in flow.apart:
+            if in_loop and batch.compiler.unrolled_loops:  # the next trip begins before such collectives end
+                edges = [edge for edge in edges if edge.home is None]
+            beside = [edge for edge in edges if edge.beside]
+            sent += [x for edge in beside for x in self._owed(flow, edge, len(beside), exempt)]
+            others = [] if beside else edges  # one collective may serve both
+            sent += [x for axis in range(batch.count) for x in self._others(flow, others, axis, times)]
+        in_pieces: dict[int, Bools] = {}  # nodes beside which collectives run in pieces, for each candidate
+        for x in sent:
+            if x.longer is not None and x.longer.any():
+                some = np.asarray(x.longer.reshape(count, -1).any(axis=1))
+                in_pieces.update({n: some | in_pieces.get(n, some) for n in x.scope})
+        for axis in range(batch.count):
+            own_sent = [x for x in sent if x.axis == axis]
+            for number, share in enumerate(SHARES):
+                table, part = Table(count=count), _waiting(share) if batch.count > 1 else 1.0
+                for n, time in times.items():
+                    added = (
+                        1 - (1 - share) * part * in_pieces[n][:, None] if n in in_pieces and batch.count > 1 else 1.0
+                    )
+                    table.add((n,), np.where(time.excesses[axis] < LONG, added * time.excesses[axis], LONG))
+                for x in own_sent:
+                    table.add(x.scope, x.seconds(share, batch.physics.early_exposed, part))
+                means[number] += table.least()
+        return Sums(means, hidden + exempt.hidden, last + exempt.last)
+
+    def _owed(self, flow: Flow, edge: Edge, count: int, exempt: _Exempt) -> Iterator[Sent]:
+        """What the collectives on an edge owe, one of `count` edges that they may serve."""
+        batch = self.batch
+        node = edge.target if edge.home is None else edge.source
+        if node == exempt.left_out and edge.home is None:
+            return
+        needs = batch.needs(flow, edge)  # for each axis and option, whether it takes part in the collective
+        whole, less = batch.shared_out(flow, edge, needs)
+        exposed = batch.physics.early_exposed / count
+        exempt.add(edge, exposed * np.sum(whole, axis=0))
+        for axis, (most, lost, need) in enumerate(zip(whole, less, needs, strict=True)):
+            if need.any():
+                yield Sent(axis, (node,), exposed * np.where(need, most[:, None], (most - lost)[:, None]))
+
+    def _others(self, flow: Flow, edges: Sequence[Edge], axis: int, times: Mapping[int, NodeTimes]) -> Iterator[Sent]:
+        """Seconds for the collectives over an axis from one source, which may serve all its edges."""
+        edges = [edge for edge in edges if self.batch.sends(flow, edge, axis).any()]
+        if not edges:
+            return
+        batch, source = self.batch, edges[0].source
+        targets = list(dict.fromkeys(edge.target for edge in edges))[:MOST_TARGETS]
+        scope = (source, *targets)
+        shape = [len(batch.candidates), *(batch.options(flow, n) for n in scope)]
+        either, cut, longest = (np.zeros(shape) for _ in range(3))
+        whole = np.ones(shape, bool)
+        joining = [np.any([batch.sends(flow, edge, m) for edge in edges], axis=0) for m in range(batch.count)]
+        for edge in edges:
+            if edge.target not in targets:
+                continue
+            kinds = batch.kinds(flow, edge, axis)  # [candidates, options of source, options of target]
+            place = [*kinds.shape[:2], *(kinds.shape[2] if n == edge.target else 1 for n in targets)]
+            hidden = sum(times[n].least for n in flow.attention_beside(edge) if n in times)
+            seconds = np.maximum(batch.wire_seconds(edge, axis, joining) - np.reshape(hidden, (-1, 1)), 0.0)
+            seconds = seconds / (flow.rivals[edge.target] if batch.count > 1 else 1)
+            wire = np.take_along_axis(seconds, kinds.reshape(len(kinds), -1), axis=1).reshape(kinds.shape)
+            in_pieces = batch.in_pieces(flow, edge, kinds)
+            longer = np.where(in_pieces, self._longer(edges, edge, axis, times, wire, kinds), 0.0)
+            np.maximum(either, wire.reshape(place), out=either)
+            np.maximum(cut, wire.reshape(place), out=cut)
+            np.maximum(longest, longer.reshape(place), out=longest)
+            whole &= (~in_pieces).reshape(place)
+        yield Sent(axis, scope, None, np.where(whole, either, 0.0), np.where(whole, 0.0, cut), longest)
+
+    def _longer(
+        self, edges: Sequence[Edge], edge: Edge, axis: int, times: Mapping[int, NodeTimes], wire: Floats, kinds: Ints
+    ) -> Floats:
+        """By what a collective in pieces is longer than the products beside it: those that read what it gathers, or
+        the one whose result it sums."""
+        longer, alone = np.zeros(wire.shape), self.batch.count == 1
+        source, target = times.get(edge.source), times.get(edge.target)
+        if target is not None:
+            others = {e.target for e in edges if e.target in times} - {edge.target}
+            beside = target.least + sum(times[n].least for n in others)
+            excess = target.excesses[axis][:, None, :] if alone else 0.0
+            longer = np.where(kinds == GATHERS, wire - np.reshape(beside, (-1, 1, 1)) - excess, longer)
+        if source is not None:
+            excess = source.excesses[axis][:, :, None] if alone else 0.0
+            longer = np.where(np.isin(kinds, SUMS), wire - np.reshape(source.least, (-1, 1, 1)) - excess, longer)
+        return np.maximum(longer, 0.0)
+
+
+def _waiting(share: float) -> float:
+    """The part of a product's time in `waits` that has what it waits for pieces over several axes, not what its options
+    add."""
+    return 0.5 if share > 0.6 else 1.0
+
+
+class _Exempt:
+    """What collectives owe that may be chained to the first or the last product of a trip instead.
+
+    Attributes:
+      left_out: the product whose collectives before it send most, and are left out; `hidden`: at most what is owed
+        before another product that is the first, or in pieces beside the last; `last`: at most after the last.
+    """
+
+    def __init__(self, flow: Flow, batch: Batch) -> None:
+        self.flow, self.batch = flow, batch
+        self.before: dict[int, Floats] = {}
+        self.after: tuple[dict[int, Floats], dict[int, Floats]] = ({}, {})  # whole, in pieces
+        edges = (edge for edges in flow.apart for edge in edges if edge.beside and edge.home is None)
+        sizes: dict[int, float] = {}
+        for edge in edges:
+            if edge.target in flow.firsts and flow.nodes[edge.target].attention is None:
+                sizes[edge.target] = sizes.get(edge.target, 0.0) + edge.least_bytes
+        self.left_out = max(sizes, key=sizes.__getitem__, default=None)
+
+    def add(self, edge: Edge, seconds: Floats) -> None:
+        """Add a collective, which owes at most these seconds."""
+        if edge.home is None and edge.target in self.flow.firsts:
+            self.before[edge.target] = self.before.get(edge.target, 0.0) + seconds
+        elif edge.home is not None and edge.source in self.flow.lasts:
+            in_pieces = self.batch.compiler.cuts_in_pieces(max(edge.sizes.values(), default=0.0))
+            known = self.after[in_pieces]
+            known[edge.source] = known.get(edge.source, 0.0) + seconds
+
+    @property
+    def hidden(self) -> Floats:
+        """Of collectives before the first product, or in pieces beside the last."""
+        attention = [n for n in self.before if self.flow.nodes[n].attention is not None]
+        others = [x for n, x in self.before.items() if n not in attention]
+        return _most(others) + sum(self.before[n] for n in attention) + _most(self.after[1].values())
+
+    @property
+    def last(self) -> Floats:
+        """Of collectives after the last product."""
+        return _most(self.after[0].values())
+
+
+def _most(values: Iterable[Floats]) -> Floats:
+    most: Floats = np.zeros(1)
+    for own in values:
+        most = np.maximum(most, own)
+    return most

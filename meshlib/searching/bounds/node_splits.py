@@ -1,0 +1,262 @@
+"""The splits of one candidate at each node of a dataflow, by axis: forms of values, times, and collectives between.
+
+Each mesh axis splits a product along one of its dims, or not at all. Over a dim by which a weight is stationary
+(`meshlib.lowering.balance`) it splits the product along that dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from hardware.slices import Slice
+from layouts import Sharding
+from meshlib.core.compiler import Compiler
+from meshlib.estimation.time.kernel_times import Times
+from meshlib.estimation.time.physics import Physics
+from meshlib.lowering.assigned import stationary_axes
+from meshlib.searching.bounds.collectives import GATHER, REDUCE, SCATTER, SWAP
+from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, HbmUse, Node, Placed, Split
+from meshlib.searching.bounds.products import Contraction, Timed
+from meshlib.searching.renamed_dims import Passages
+from meshlib.searching.space import Candidate
+
+Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+Ints: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+# Form of a value over one axis: the dim along which it is split, or one of these.
+WHOLE, SUM, ANY, FREE = "", "+", "*", "?"  # replicated; pending sum; any form accepted; unknown
+KINDS = ("", GATHER, SCATTER, REDUCE, SWAP)
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """The splits of a node over an axis, None for no split: numbers of its factors, and the form of its result."""
+
+    splits: tuple[Split | None, ...]
+    numbers: tuple[int | None, ...]
+    results: tuple[str, ...]
+
+    @staticmethod
+    def of(node: Node, chosen: Sequence[Split | None]) -> Options:
+        """Options from some of a node's splits."""
+        numbers = tuple(None if s is None or node.splits is None else node.splits.index(s) for s in chosen)
+        forms = [WHOLE if s is None else FREE if s.free else SUM if s.output is None else s.output for s in chosen]
+        return Options(tuple(chosen), numbers, tuple(forms) if node.splits is not None else (FREE,))
+
+    def required(self, operand: int) -> tuple[str, ...]:
+        """The form that each option requires of an operand."""
+        return tuple(ANY if s is None else FREE if s.free else s.operands[operand] or WHOLE for s in self.splits)
+
+
+@dataclass(eq=False)
+class NodeSplits:
+    """The splits of one candidate.
+
+    `physics`: constants of the estimate; `compiler`: decides whether weights are stationary;
+    `shared`: cache for all candidates with the same program and chip.
+    """
+
+    candidate: Candidate
+    passages: Passages
+    physics: Physics
+    compiler: Compiler
+    shared: dict[object, Any] = field(default_factory=dict)
+    _homes: dict[Placed, Sharding] = field(default_factory=dict)
+    _known: dict[object, Any] = field(default_factory=dict)
+
+    @cached_property
+    def axes(self) -> Sequence[tuple[str, frozenset[str], int]]:
+        """The axes of more than one device: name, dims that they may split, size."""
+        return [axis for axis in self.candidate.named_splits if axis[2] > 1]
+
+    @cached_property
+    def group(self) -> Sequence[int]:
+        """The sizes of these axes."""
+        return [size for _, _, size in self.axes]
+
+    @property
+    def slice(self) -> Slice:
+        """The slice of the candidate."""
+        return self.candidate.slice
+
+    # ------------------------------------------------------------ options
+
+    def options(self, node: Node, axis: int) -> Options:
+        """The splits of a product or attention over an axis; other nodes have one option."""
+        key = node, axis
+        options: Options | None = self._known.get(key)
+        if options is None:
+            options = self._known[key] = self._shared_options(node, axis)
+        return options
+
+    def _shared_options(self, node: Node, axis: int) -> Options:
+        _, dims, size = self.axes[axis]
+        staying = self._stationary(node, axis)
+        key = node, dims, size, staying
+        options: Options | None = self.shared.get(key)
+        if options is None:
+            options = self.shared[key] = Options.of(node, _possible(node, dims, size, staying))
+        return options
+
+    def _stationary(self, node: Node, axis: int) -> tuple[int, str] | None:
+        """(operand, dim) of a weight that an axis splits along this dim, if it is stationary over the axis."""
+        if not self.compiler.stationary_weights or len(node.held) != 1:  # two weights may not both stay
+            return None
+        ((operand, placed),) = node.held
+        dim = self.home(placed, axis)
+        return (operand, dim) if dim and self._stays(placed, axis) else None
+
+    def _stays(self, placed: Placed, axis: int) -> bool:
+        """Whether a weight is stationary over an axis, through any of its dims."""
+        layout, name = self.candidate.layout, self.axes[axis][0]
+        return any(name in stationary_axes(layout, d) for d in placed.shape)
+
+    def home(self, placed: Placed, axis: int) -> str:
+        """The dim along which an axis splits a placed value, or WHOLE."""
+        sharding = self._homes.get(placed)
+        if sharding is None:
+            c = self.candidate
+            sharding = self._homes[placed] = c.layout.fitting(placed.shape, c.mesh, placed.scope)
+        name = self.axes[axis][0]
+        return next((d.name for d in placed.shape if name in sharding.of(d.name)), WHOLE)
+
+    # ------------------------------------------------------------ times
+
+    def seconds(self, flow: Flow, number: int) -> tuple[Floats, Floats]:
+        """For each joint option of all axes: seconds of a product or attention, and its earliest end if the program
+        starts at 0; zeros for other nodes."""
+        node = flow.nodes[number]
+        if node.attention is None and node.product is None:
+            return _NOTHING
+        uses = (*node.reads, *flow.written[number]) if node.product is not None else ()
+        late = sum(self.moved_bytes(use) for use in uses if not use.early)
+        moved = late + sum(self.moved_bytes(use) for use in uses if use.early)
+        each = [self.options(node, n) for n in range(len(self.axes))]
+        key = node, late, moved, *each, *self.group
+        seconds: tuple[Floats, Floats] | None = self.shared.get(key)
+        if seconds is None:
+            joint = [*product(*(o.numbers for o in each))]
+            seconds = self.shared[key] = self.joint_seconds(node, joint, moved, late)
+        return seconds
+
+    def joint_seconds(
+        self, node: Node, joint: Sequence[Sequence[int | None]], moved: float, late: float
+    ) -> tuple[Floats, Floats]:
+        """Seconds of a product or attention under joint options of all axes, given the bytes that it moves over HBM and
+        the part of them that the program computes; and its earliest end if the program starts at 0."""
+        cuts = [self._cuts(numbers) for numbers in joint]
+        chip = self.slice.chip
+        if node.attention is not None:
+            attention_seconds = node.attention.seconds(chip, self.physics)
+            if attention_seconds is None:  # no rate: the candidate will be refused
+                return np.zeros(len(cuts)), np.zeros(len(cuts))
+            whole, rounded = attention_seconds
+            own = np.array([max(0.0, whole / prod(c.values()) - rounded) + chip.launch_seconds for c in cuts])
+            return own, own
+        assert node.product is not None
+        if node.smaller or node.laid or chip.peak(node.product.whole.dtype) is None:
+            return np.zeros(len(cuts)), np.zeros(len(cuts))
+        times = [self._timed(node, node.product, c).seconds(moved, late) for c in cuts]
+        busy, since_start = np.array(times).T
+        return busy + chip.launch_seconds, since_start + chip.launch_seconds
+
+    def _cuts(self, numbers: Sequence[int | None]) -> dict[int, int]:
+        """Factor number -> number of parts, for one joint option."""
+        cuts: dict[int, int] = {}
+        for number, size in zip(numbers, self.group, strict=True):
+            if number is not None:
+                cuts[number] = cuts.get(number, 1) * size
+        return cuts
+
+    def _timed(self, node: Node, of: Contraction, cuts: Mapping[int, int]) -> Timed:
+        key = node, tuple(cuts.items())
+        if key not in self.shared:
+            self.shared[key] = of.timed(self.slice.chip, self.physics, cuts)
+        timed: Timed = self.shared[key]
+        return timed
+
+    def moved_bytes(self, use: HbmUse, devices: int | None = None) -> float:
+        """HBM bytes of one operand or result, without what may stay on the chip between its uses.
+
+        Given `devices`, those that all of them would split.
+
+        A value passed between kernels stays whole or not at all, except for a part in CMEM.
+        """
+        least = self.least_bytes(use.sizes, ()) if devices is None else min(use.sizes.values()) / devices
+        if use.early or self.slice.chip.cmem_bytes:
+            return max(0.0, least - self._held_bytes)
+        return least if least > self._held_bytes else 0.0
+
+    @cached_property
+    def _held_bytes(self) -> int:
+        """Bytes that a chip can keep between kernels."""
+        return Times(self.slice.chip, self.physics).held_bytes
+
+    # ------------------------------------------------------------ edges
+
+    def kinds(self, source: Node, target: Node, edge: Edge, axis: int) -> Ints:
+        """Collectives (as indices into KINDS) for each pair of options of both ends."""
+        left = self.options(source, axis) if source.placed is None else self.home(source.placed, axis)
+        needed = self.options(target, axis) if edge.home is None else self.home(edge.home, axis)
+        key = edge, left, needed
+        kinds: Ints | None = self.shared.get(key)
+        if kinds is None:
+            results = left.results if isinstance(left, Options) else (left,)
+            required: tuple[str, ...] = (FREE,)
+            if not isinstance(needed, Options):
+                required = (needed,)
+            elif target.splits is not None:
+                required = needed.required(edge.operand)
+            kinds = self.shared[key] = np.array([[self.kind(a, b, edge) for b in required] for a in results], np.int64)
+        return kinds
+
+    def kind(self, left: str, needed: str, edge: Edge) -> int:
+        """Collective (as an index into KINDS) that converts one form into another."""
+        if left in (FREE, WHOLE):
+            return 0
+        if left == SUM:
+            if edge.linear and edge.taken and needed in (ANY, FREE):
+                return 0
+            return KINDS.index(REDUCE if needed in (ANY, WHOLE) and not edge.of_sums else SCATTER)
+        if edge.of_sums:
+            return 0
+        if needed in (ANY, WHOLE):
+            return KINDS.index(GATHER)
+        return 0 if needed == FREE or self.passages.same(left, needed) else KINDS.index(SWAP)
+
+    def least_bytes(self, sizes: Bytes, axes: Sequence[int]) -> float:
+        """Smallest bytes on a device if all other axes split whatever they may."""
+        others = [(dims, size) for n, (_, dims, size) in enumerate(self.axes) if n not in axes]
+        least = float("inf")
+        for names, whole in sizes.items():
+            parts = 1
+            for dims, size in others:
+                if names is None or not names.isdisjoint(dims):
+                    parts *= size
+            least = min(least, whole / parts)
+        return least
+
+
+_NOTHING = (np.zeros(1), np.zeros(1))
+
+
+def _possible(node: Node, dims: frozenset[str], size: int, staying: tuple[int, str] | None) -> Sequence[Split | None]:
+    """The splits of a node by an axis of that size, which has rules for these dims; None for no split.
+
+    If a weight is stationary, only those that leave it split as it is, unless there are none.
+    """
+    if node.splits is None:
+        return (None,)
+    splits = [s for s in node.splits if s.size % size == 0 and (s.reached is None or s.reached & dims)]
+    if staying is not None and not any(s.free for s in splits):
+        operand, dim = staying
+        left = [s for s in splits if s.operands[operand] == dim]
+        if left:
+            return left
+    return [*splits, None]

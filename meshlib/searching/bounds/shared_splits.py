@@ -1,0 +1,354 @@
+"""The splits of many candidates at each node of a dataflow, as arrays: times, forms, and collectives between nodes.
+
+All candidates have the same number of axes. The first dim of an array is that of candidates; options of a node are the
+splits that any candidate may have over any axis, and none (`node_splits`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from hardware.slices import Slice
+from meshlib.core.compiler import Compiler
+from meshlib.estimation.time.physics import Physics
+from meshlib.estimation.work.combined_collectives import THRESHOLD_BYTES
+from meshlib.searching.bounds.collectives import GATHER, REDUCE, SCATTER, overhead_seconds, wire_seconds
+from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, Node, Placed
+from meshlib.searching.bounds.node_splits import FREE, KINDS, WHOLE, NodeSplits, Options
+from meshlib.searching.renamed_dims import Passages
+from meshlib.searching.space import Candidate
+
+Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+Ints: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+Bools: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+MOST_MOVES = 16  # bytes moved per element of operands and results in place of duplicated work, at most
+GATHERS, SUMS = KINDS.index(GATHER), (KINDS.index(SCATTER), KINDS.index(REDUCE))
+
+
+@dataclass(eq=False)
+class Batch:
+    """Some candidates with the same program, chip and number of axes of more than one device.
+
+    `shared`: cache for all candidates with the same program and chip.
+    """
+
+    candidates: Sequence[Candidate]
+    passages: Passages
+    physics: Physics
+    compiler: Compiler
+    shared: dict[object, Any] = field(default_factory=dict)
+    _known: dict[object, Any] = field(default_factory=dict)
+    _rates: dict[tuple[int, tuple[int, ...]], Floats] = field(default_factory=dict)
+
+    @cached_property
+    def splits(self) -> Sequence[NodeSplits]:
+        """The splits of each candidate."""
+        return [NodeSplits(c, self.passages, self.physics, self.compiler, self.shared) for c in self.candidates]
+
+    @cached_property
+    def count(self) -> int:
+        """The number of axes."""
+        return len(self.splits[0].axes)
+
+    @cached_property
+    def _machines(self) -> tuple[list[tuple[Slice, tuple[int, ...]]], Ints]:
+        """The distinct (slice, sizes of axes), and the index of each candidate's."""
+        keys = [(s.slice, tuple(s.group)) for s in self.splits]
+        distinct = list(dict.fromkeys(keys))
+        return distinct, np.array([distinct.index(key) for key in keys])
+
+    @cached_property
+    def _types(self) -> tuple[list[tuple[frozenset[str], int]], Ints]:
+        """The distinct (dims, size) of axes, and the index for [candidate, axis]."""
+        keys = [[(dims, size) for _, dims, size in s.axes] for s in self.splits]
+        numbers: dict[tuple[frozenset[str], int], int] = {}
+        indices = [[numbers.setdefault(key, len(numbers)) for key in own] for own in keys]
+        return list(numbers), np.array(indices, np.int64).reshape(len(keys), -1)
+
+    @cached_property
+    def _sizes(self) -> Floats:
+        """The size of [candidate, axis]."""
+        return np.array([s.group for s in self.splits], float).reshape(len(self.candidates), -1)
+
+    def _by_machine(self, value: Callable[[Slice, tuple[int, ...]], float]) -> Floats:
+        """A figure of each candidate's slice and sizes."""
+        distinct, index = self._machines
+        return np.array([value(*machine) for machine in distinct])[index]
+
+    # ------------------------------------------------------------ nodes
+
+    def _options(self, node: Node) -> tuple[Options, Bools]:
+        """The options of a node, and whether [candidate, axis, option] is possible."""
+        known: tuple[Options, Bools] | None = self._known.get(node)
+        if known is None:
+            known = self._known[node] = self._possible(node)
+        return known
+
+    def _possible(self, node: Node) -> tuple[Options, Bools]:
+        each = [[s.options(node, axis) for axis in range(self.count)] for s in self.splits]
+        if node.splits is None:
+            return Options.of(node, (None,)), np.ones((len(each), self.count, 1), bool)
+        numbers = list(dict.fromkeys(n for own in each for o in own for n in o.numbers))
+        rows = {o: [n in o.numbers for n in numbers] for own in each for o in own}
+        possible = np.array([[rows[o] for o in own] for own in each])
+        return Options.of(node, [None if n is None else node.splits[n] for n in numbers]), possible
+
+    def options(self, flow: Flow, number: int) -> int:
+        """The number of options of a node."""
+        return len(self._options(flow.nodes[number])[0].splits)
+
+    def seconds(self, flow: Flow, number: int) -> Floats | None:
+        """Seconds of a product or attention for [candidate, option of each axis]; infinite if that is impossible."""
+        node = flow.nodes[number]
+        if node.attention is None and node.product is None:
+            return None
+        options, possible = self._options(node)
+        distinct, index = self._machines
+        uses = (*node.reads, *flow.written[number]) if node.product is not None else ()
+        own = []
+        for machine, (_, sizes) in enumerate(distinct):
+            splits = self.splits[int(np.argmax(index == machine))]
+            late = sum(splits.moved_bytes(use, prod(sizes)) for use in uses if not use.early)
+            moved = late + sum(splits.moved_bytes(use, prod(sizes)) for use in uses if use.early)
+            own.append(self._joint_seconds(node, splits, options, sizes, moved, late))
+        seconds: Floats = np.array(own)[index]
+        for axis in range(self.count):
+            where = np.where(possible[:, axis], 0.0, np.inf)
+            seconds = seconds + where.reshape([len(where), *(-1 if m == axis else 1 for m in range(self.count))])
+        for axis in range(self.count) if None in options.numbers and self._is_plain(node) else ():
+            seconds = self._without_duplicates(node, options, seconds, axis)
+        return seconds
+
+    def _is_plain(self, node: Node) -> bool:
+        """Whether the splits of a node are known exactly."""
+        return node.product is not None and not (node.smaller or node.laid or any(s.free for s in node.splits or ()))
+
+    def _without_duplicates(self, node: Node, options: Options, seconds: Floats, axis: int) -> Floats:
+        """Seconds with those infinite for which an axis computes the same product on all its devices, though it could
+        split it.
+
+        A lowering drops such a strategy where resharding operands and result for a split one costs less than the
+        duplicated work (`meshlib.lowering.strategy_costs`): for all but small products.
+        """
+        assert node.product is not None
+        assert node.splits is not None
+        whole, others = node.product.whole, self._sizes.prod(axis=1) / self._sizes[:, axis]
+        moved = sum(1 / size for size in (whole.m, whole.k, whole.n)) * others  # at most, bytes per flop
+        is_large = 1 - 1 / self._sizes[:, axis] > MOST_MOVES * moved
+        named = [[n is not None and not dims.isdisjoint(node.splits[n].operands) for n in options.numbers]
+                 for dims in self._rule_dims(axis)]  # fmt: skip
+        last, at = np.moveaxis(seconds, 1 + axis, -1), options.numbers.index(None)
+        split = np.isfinite(last) & np.array(named).reshape([len(last), *[1] * (self.count - 1), -1])
+        instead = split.any(axis=-1) | ~np.isfinite(last[..., at])
+        dropped = is_large & instead.reshape(len(last), -1).all(axis=1)
+        without = last.copy()
+        without[dropped, ..., at] = np.inf
+        return np.moveaxis(without, -1, 1 + axis)
+
+    def _rule_dims(self, axis: int) -> list[frozenset[str | None]]:
+        """For each candidate, the dims for which an axis has a rule in all scopes."""
+        dims: list[frozenset[str | None]] = []
+        for s in self.splits:
+            rules, name = s.candidate.layout.rules, s.axes[axis][0]
+            scoped = {rule.dim for rule in rules if rule.scope in ("variables", "activations")}
+            dims.append(frozenset(r.dim for r in rules if r.scope is None and name in r.axes and r.dim not in scoped))
+        return dims
+
+    def _joint_seconds(
+        self, node: Node, splits: NodeSplits, options: Options, sizes: tuple[int, ...], moved: float, late: float
+    ) -> Floats:
+        """Seconds for [option of each axis]."""
+        key = node, options.numbers, sizes, moved, late
+        seconds: Floats | None = self.shared.get(key)
+        if seconds is None:
+            chosen = np.array([*product(options.numbers, repeat=len(sizes))], object).reshape(-1, len(sizes))
+            factors = [n for n in options.numbers if n is not None] or [0]
+            parts = np.array([np.where(chosen == n, sizes, 1).prod(axis=1) for n in factors], np.int64)
+            _, first, inverse = np.unique(parts, axis=1, return_index=True, return_inverse=True)
+            joint = [tuple(chosen[n]) for n in first]
+            unique = splits.joint_seconds(node, joint, moved, late)[0]
+            seconds = self.shared[key] = unique[inverse.ravel()].reshape([len(options.numbers)] * len(sizes))
+        return seconds
+
+    # ------------------------------------------------------------ edges
+
+    def _homes(self, placed: Placed) -> Ints:
+        """The dim along which [candidate, axis] splits a placed value, counted from 1; 0: none."""
+        known: Ints | None = self._known.get(placed)
+        if known is None:
+            names = [WHOLE, *placed.shape.names]
+            homes = [[names.index(s.home(placed, axis)) for axis in range(self.count)] for s in self.splits]
+            known = self._known[placed] = np.array(homes, np.int64).reshape(len(homes), -1)
+        return known
+
+    def kinds(self, flow: Flow, edge: Edge, axis: int) -> Ints:
+        """Collectives (as indices into KINDS) for [candidate, option of the source, option of the target]; 0 where an
+        option is impossible."""
+        key = edge, axis
+        kinds: Ints | None = self._known.get(key)
+        if kinds is None:
+            source, target = flow.nodes[edge.source], flow.nodes[edge.target]
+            kinds = self._kinds(source, target, edge, axis)
+            if source.splits is not None:
+                kinds = np.where(self._options(source)[1][:, axis, :, None], kinds, 0)
+            if target.splits is not None:
+                kinds = np.where(self._options(target)[1][:, axis, None, :], kinds, 0)
+            self._known[key] = kinds
+        return kinds
+
+    def _kinds(self, source: Node, target: Node, edge: Edge, axis: int) -> Ints:
+        kind, count = self.splits[0].kind, len(self.candidates)
+        if source.placed is not None:
+            left, lefts = [WHOLE, *source.placed.shape.names], self._homes(source.placed)[:, axis, None]
+        else:
+            left = list(self._options(source)[0].results)
+            lefts = np.broadcast_to(np.arange(len(left)), (count, len(left)))
+        if edge.home is not None:
+            needed, needs = [WHOLE, *edge.home.shape.names], self._homes(edge.home)[:, axis, None]
+        else:
+            needed = list(self._options(target)[0].required(edge.operand)) if target.splits is not None else [FREE]
+            needs = np.broadcast_to(np.arange(len(needed)), (count, len(needed)))
+        table = np.array([[kind(a, b, edge) for b in needed] for a in left], np.int64)
+        return table[lefts[:, :, None], needs[:, None, :]]
+
+    def sends(self, flow: Flow, edge: Edge, axis: int) -> Bools:
+        """For each candidate, whether an edge may need a collective over an axis."""
+        key = "sends", edge, axis
+        sends: Bools | None = self._known.get(key)
+        if sends is None:
+            sends = self._known[key] = np.asarray(self.kinds(flow, edge, axis).any(axis=(1, 2)))
+        return sends
+
+    def in_pieces(self, flow: Flow, edge: Edge, kinds: Ints) -> Bools:
+        """Whether a collective may be large enough to run in pieces."""
+        in_pieces: Bools = np.isin(kinds, SUMS) | ((kinds == GATHERS) & (flow.nodes[edge.target].attention is None))
+        return in_pieces & self.compiler.cuts_in_pieces(max(edge.sizes.values(), default=0.0))
+
+    def needs(self, flow: Flow, edge: Edge) -> list[Bools]:
+        """For each axis, whether the collective on an edge between a variable and a product runs over it, for
+        [candidate, option of the product]."""
+        node = flow.nodes[edge.target if edge.home is None else edge.source]
+        _, possible = self._options(node)
+        wanted = (GATHERS,) if edge.home is None else SUMS
+        each = [self.kinds(flow, edge, axis) for axis in range(self.count)]
+        return [np.isin(kinds.reshape(len(kinds), -1), wanted) & possible[:, axis] for axis, kinds in enumerate(each)]
+
+    # ------------------------------------------------------------ seconds of collectives
+
+    def _subsets(self) -> Iterator[tuple[int, ...]]:
+        """All sets of axes, by their bits."""
+        axes = range(self.count)
+        return (tuple(axis for axis in axes if bits >> axis & 1) for bits in range(1 << self.count))
+
+    def _rate(self, kind: int, axes: Sequence[int]) -> Floats:
+        """Seconds on the wire per byte of a collective over some axes."""
+        key = kind, tuple(axes)
+        rate = self._rates.get(key)
+        if rate is None:
+            rate = np.zeros(len(self.candidates))
+            if axes and not self.compiler.offloads(KINDS[kind], self.candidates[0].slice.chip):
+                rate = self._by_machine(lambda where, sizes: wire_seconds(where, sizes, axes, KINDS[kind]))
+            self._rates[key] = rate
+        return rate
+
+    def _least_bytes(self, sizes: Bytes, axes: Sequence[int]) -> Floats:
+        """Smallest bytes on a device if all other axes split whatever they may."""
+        types, index = self._types
+        least = np.full(len(self.candidates), np.inf)
+        for names, whole in sizes.items():
+            touches = np.array([names is None or not names.isdisjoint(dims) for dims, _ in types], bool)
+            parts = np.where(touches[index], self._sizes, 1.0)
+            parts[:, list(axes)] = 1.0
+            least = np.minimum(least, whole / parts.prod(axis=1))
+        return least
+
+    def wire_seconds(self, edge: Edge, axis: int, joining: Sequence[Bools]) -> Floats:
+        """Seconds on the wire that count for an axis, for [candidate, kind]; `joining`: for each axis, which
+        candidates may need other collectives over it from the same source.
+
+        A collective over more axes has more links; it counts for each in proportion to its time over that one alone.
+        """
+        seconds = np.zeros((len(self.candidates), len(KINDS)))
+        bytes_of: dict[tuple[int, ...], Floats] = {}
+        for kind in range(1, len(KINDS)):
+            part = np.ones(len(self.candidates))
+            for axes in self._subsets():
+                if axis not in axes:
+                    continue
+                for those in (axes, *((n,) for n in axes)):
+                    if those not in bytes_of:
+                        bytes_of[those] = self._least_bytes(edge.sizes, those)
+                whole = np.sum([self._rate(kind, (n,)) * bytes_of[n,] for n in axes], axis=0)
+                joint = self._rate(kind, axes) * bytes_of[axes]
+                # a sum may be pending over further axes from before the source
+                able = kind in SUMS or np.all([joining[n] for n in axes], axis=0)
+                part = np.minimum(part, np.divide(joint, whole, out=np.ones_like(whole), where=able & (whole > 0)))
+            seconds[:, kind] = part * self._rate(kind, (axis,)) * bytes_of[axis,]
+        return seconds
+
+    def shared_out(self, flow: Flow, edge: Edge, needs: Sequence[Bools]) -> tuple[list[Floats], list[Floats]]:
+        """Seconds on the wire of the collective on an edge between a variable and a product, shared out among axes.
+
+        It runs over the axes whose options `needs` it. Returns: for each axis, its share if it takes part; and by how
+        much less that is if it does not. Over any set of axes the sum is no more than the collective's time.
+        """
+        seconds = self._wire_of_sets(edge, needs)
+        subsets = [*self._subsets()]
+        takes = np.array([need.any(axis=1) for need in needs])  # [axis, candidate]
+        bits = sum(take.astype(int) << axis for axis, take in enumerate(takes))
+        at = np.arange(len(self.candidates))
+        whole = seconds[bits, at]
+        less = np.array([np.where(take, whole - seconds[bits & ~(1 << a), at], 0.0) for a, take in enumerate(takes)])
+        factor = np.ones(len(at))
+        for number in range(len(subsets)):
+            inside = (number & ~bits) == 0
+            lost = sum(np.where(number >> a & 1, 0.0, z) for a, z in enumerate(less))
+            short = whole - seconds[number]
+            needed = np.divide(short, lost, out=np.full(len(at), np.inf), where=lost > 0)
+            factor = np.where(inside & (short > 1e-12), np.maximum(factor, needed), factor)
+        lossless = ~np.isfinite(factor)
+        less = np.where(lossless, 0.0, less * np.where(lossless, 1.0, factor))
+        total = less.sum(axis=0)
+        part = np.divide(np.where(lossless, 0.0, whole), total, out=np.zeros(len(at)), where=total > 0)
+        return list(less * part), list(less)
+
+    def _wire_of_sets(self, edge: Edge, needs: Sequence[Bools]) -> Floats:
+        """Lower bounds on the seconds on the wire of a collective over each set of axes, for [set, candidate].
+
+        A sum over axes by which the result is not split is gathered again; it may be pending over further axes from
+        before the source. Nothing where it may be so small that it is combined with others.
+        """
+        subsets = [*self._subsets()]
+        first = GATHERS if edge.home is None else SUMS[0]
+        alone = np.array([self._rate(first, axes) * self._least_bytes(edge.sizes, axes) for axes in subsets])
+        seconds = alone
+        if edge.home is not None:
+            unsplit = self._homes(edge.home) == 0
+            seconds = np.array([
+                np.min([alone[m] for m in range(len(subsets)) if m & n == n], axis=0) if n else alone[0]
+                for n in range(len(subsets))
+            ])  # fmt: skip
+            for number, axes in enumerate(subsets):
+                again = np.zeros(len(self.candidates))
+                in_turn = np.zeros(len(self.candidates))
+                for other, those in enumerate(subsets):  # the axes of the set by which the result is not split
+                    if other & ~number:
+                        continue
+                    same = np.all([unsplit[:, a] == (a in those) for a in axes], axis=0)
+                    split = subsets[number & ~other]
+                    gathered = self._rate(GATHERS, those) * self._least_bytes(edge.sizes, those)
+                    reduced = self._rate(SUMS[1], those) * self._least_bytes(edge.sizes, those)
+                    scattered = self._rate(SUMS[0], split) * self._least_bytes(edge.sizes, axes)
+                    again = np.where(same, gathered, again)
+                    in_turn = np.where(same, scattered + reduced, in_turn)
+                seconds[number] = np.minimum(seconds[number] + again, in_turn) if number else 0.0
+        most = self._by_machine(lambda where, sizes: overhead_seconds(where, sizes, KINDS[first]))
+        least = np.array([self._least_bytes(edge.sizes, axes) for axes in subsets])
+        return np.where((seconds < most) & (least < THRESHOLD_BYTES), 0.0, seconds)
