@@ -1,4 +1,6 @@
-"""What the collector does in a process of a user's, which has frozen nothing: `python -m tests.core.collector`.
+"""Memory and the collector in a process of a user's, which has frozen nothing.
+
+python -m tests.core.collector LOWERINGS SEARCHES STEPS
 
 The process of the tests holds millions of objects, which each of these checks would go through.
 """
@@ -6,8 +8,11 @@ The process of the tests holds millions of objects, which each of these checks w
 from __future__ import annotations
 
 import gc
+import sys
 import time
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -97,6 +102,38 @@ CHECKS = (
     a_user_who_paused_the_collector_finds_it_paused,
 )
 
-if __name__ == "__main__":
+
+def grown_megabytes(count: int, warm: int, run: Callable[[int], object]) -> float:
+    """How much the process grows in `count` runs, after as many as `warm`; 0 without Linux's /proc."""
+    for n in range(warm):
+        run(n)
+    before = _megabytes()
+    for n in range(count):
+        run(warm + n)
+    return _megabytes() - before
+
+
+def _megabytes() -> float:
+    gc.collect()
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * 4096 / 2**20 if statm.exists() else 0.0
+
+
+def main(lowerings: int, searches: int, steps: int) -> None:
+    """Print how much lowerings, searches and steps make the process grow; then run the checks."""
+    from tests.core.test_lifetimes import FEEDS, build, lowered
+
+    sim = mtf.simulate(lowered())
+    print(
+        grown_megabytes(lowerings, lowerings // 10 + 5, lambda n: lowered(0.0)),
+        grown_megabytes(
+            searches, searches // 10 + 2, lambda n: mtf.search(build, "v5e-4", seconds=None, workers=1, axes=1)
+        ),
+        grown_megabytes(steps, steps // 10 + 50, lambda n: sim.step(FEEDS)),
+    )
     for check in CHECKS:
         check()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -9,7 +9,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -143,50 +142,12 @@ def test_no_graph_outlives_its_program(use: str, monkeypatch: pytest.MonkeyPatch
     assert not alive, f"{len(alive)} of {len(made)} graphs are held by {holders[:8]}"
 
 
-LONG_LIFE = """
-import gc, sys
-import numpy as np
-sys.path[:0] = sys.argv[1:3]
-from tests.core.test_lifetimes import FEEDS, build, lowered, mtf
-
-def megabytes():
-    gc.collect()
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * 4096 / 2**20
-
-def grown(count, warm, run):
-    for n in range(warm):
-        run(n)
-    before = megabytes()
-    for n in range(count):
-        run(warm + n)
-    return megabytes() - before
-
-lowerings, searches, steps = map(int, sys.argv[3:])
-sim = mtf.simulate(lowered())
-print(
-    grown(lowerings, lowerings // 10 + 5, lambda n: lowered(0.0)),
-    grown(searches, searches // 10 + 2, lambda n: mtf.search(build, "v5e-4", seconds=None, workers=1, axes=1)),
-    grown(steps, steps // 10 + 50, lambda n: sim.step(FEEDS)),
-)
-"""
-
-
-def test_the_collector_of_a_process_of_a_users() -> None:
-    command = [sys.executable, "-m", "tests.core.collector"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
-def test_long_lives_do_not_grow() -> None:
+def test_a_process_of_a_users_neither_grows_nor_collects_out_of_turn() -> None:
     """1,000 lowerings, 200 searches and 6,000 steps of one process grow by less than 5 MB each."""
     counts = (1000, 200, 6000) if deep() else (30, 2, 200)
-    root = str(ROOT)
-    made = subprocess.run(
-        [sys.executable, "-c", LONG_LIFE, root, root, *map(str, counts)], capture_output=True, text=True, check=False
-    )
-    assert made.returncode == 0, made.stderr
-    grown = [float(word) for word in made.stdout.split()]
     limits = (5.0, 5.0, 5.0) if deep() else (1.6, 2.5, 0.5)  # a graph that stays would be 0.07 MB a lowering
-    assert all(g < most for g, most in zip(grown, limits, strict=True)), grown
+    command = [sys.executable, "-m", "tests.core.collector", *map(str, counts)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    growth = [float(word) for word in ended.stdout.split()]
+    assert all(grown < most for grown, most in zip(growth, limits, strict=True)), growth

@@ -284,7 +284,8 @@ def test_importing_meshlib_loads_only_its_table_of_names(tmp_path):
 
 def test_without_jax_its_tests_are_skipped_not_broken(tmp_path):
     folders = [str(ROOT / "tests" / "jax")]
-    code = f"import sys; sys.modules['jax'] = None\nimport pytest\npytest.main(['--collect-only', '-q', *{folders}])"
+    arguments = ["--collect-only", "-q", "--assert=plain", *folders]
+    code = f"import sys; sys.modules['jax'] = None\nimport pytest\npytest.main({arguments})"
     done = run(code, tmp_path, ROOT)
     assert "error" not in (done.stdout + done.stderr).lower(), done.stdout
 
