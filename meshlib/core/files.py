@@ -195,15 +195,14 @@ def append_line(path: object, text: str, what: str, error: type[Exception]) -> N
 
 
 @contextlib.contextmanager
-def locked(path: str, wait: bool = True) -> Iterator[bool | None]:
-    """Context with the lock of a file or folder: True; False if another process has it; None if locks are not
-    supported."""
+def locked(path: str) -> Iterator[bool | None]:
+    """Context with the lock of a file or folder, once no other process has it; None if locks are not supported."""
     if os.name == "nt":
         yield None
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        yield _lock(descriptor, wait)
+        yield _lock(descriptor, wait=True)
     finally:
         os.close(descriptor)
 

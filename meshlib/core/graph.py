@@ -343,7 +343,7 @@ class Graph(Shown):
         """The outer tensor for `x`, a stand-in in a loop body; None for other tensors."""
         return None if self.loop_body is None else self.loop_body.outside.get(x)
 
-    def adopt(self, x: Tensor, name: str | None = None) -> Tensor:
+    def adopt(self, x: Tensor) -> Tensor:
         """`x` in this graph: itself, or the stand-in for a tensor from outside the loop."""
         body = self.loop_body
         if x.graph is self or body is None:
@@ -353,8 +353,8 @@ class Graph(Shown):
             from meshlib.ops.control.sources import INPUT
 
             attrs = {"shape": x.shape, "dtype": x.dtype, "on_host": x.on_host}
-            full = name or self.unique_name(f"outer/{x.name}")
-            op = self.inputs[full] = self.add(INPUT, (), (x.type,), attrs, exact_name=full)
+            name = self.unique_name(f"outer/{x.name}")
+            op = self.inputs[name] = self.add(INPUT, (), (x.type,), attrs, exact_name=name)
             body.captured[outer] = op.output
             body.outside[op.output] = outer
         return body.captured[outer]

@@ -58,8 +58,8 @@ class Scale:
         return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
-def binary_ticks(scale: Scale, count: int = 5) -> list[float]:
-    """Ticks at powers of two, for bytes.
+def binary_ticks(scale: Scale) -> list[float]:
+    """About five ticks at powers of two, for bytes.
 
     >>> [t / 2**30 for t in binary_ticks(Scale((0, 16 * 2**30), (0, 1)))]
     [0.0, 4.0, 8.0, 12.0, 16.0]
@@ -67,7 +67,7 @@ def binary_ticks(scale: Scale, count: int = 5) -> list[float]:
     high = scale.domain[1]
     if high <= 0:
         return [0.0]
-    step = 2.0 ** math.ceil(math.log2(high / count))
+    step = 2.0 ** math.ceil(math.log2(high / 5))
     return [n * step for n in range(math.floor(high / step + 1e-9) + 1)]
 
 

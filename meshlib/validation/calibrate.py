@@ -46,15 +46,15 @@ class Case:
         return math.log(self.predict(physics) / self.measured_seconds)
 
 
-def fit(cases: Sequence[Case], start: Physics = CALIBRATED, rounds: int = ROUNDS) -> Physics:
-    """The constants that predict the cases best; constants that are not fitted stay as in `start`.
+def fit(cases: Sequence[Case]) -> Physics:
+    """The constants that predict the cases best; constants that are not fitted stay as they are.
 
     Raises: GraphError without cases.
     """
     if not cases:
         raise GraphError("fit: no measured cases to fit the constants to")
-    physics = start
-    for _ in range(rounds):
+    physics = CALIBRATED
+    for _ in range(ROUNDS):
         step = _huber_step(_Slopes.of(cases, physics), range(len(cases)))
         physics, gain = _line_search(cases, physics, step)
         if gain < ENOUGH:
