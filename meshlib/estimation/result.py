@@ -277,10 +277,8 @@ class Estimate(Shown):
 
     def epoch_usd(self, examples: int, batch: int) -> float:
         """Cost of one epoch of `examples` in batches of `batch`, the last one padded, in US dollars. As `usd`."""
-        examples, batch = whole(examples, "epoch_usd", "examples"), whole(batch, "epoch_usd", "batch")
-        if examples < 1 or batch < 1:
-            raise GraphError(f"{at('epoch_usd')}: examples and batch must be at least 1, got {examples} and {batch}")
-        return self.usd(-(-examples // batch))
+        examples = whole(examples, "epoch_usd", "examples", low=1)
+        return self.usd(-(-examples // whole(batch, "epoch_usd", "batch", low=1)))
 
     def run(
         self,

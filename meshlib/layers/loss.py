@@ -93,7 +93,7 @@ def sigmoid_cross_entropy_with_logits(logits: Tensor, targets: Tensor) -> Tensor
       0.6931
     """
     what = "sigmoid_cross_entropy_with_logits"
-    wide, wanted = _wide_operands(logits, targets, what, "logits", "targets")
+    wide, wanted = _wide_operands(logits, targets, what, "logits")
     return subtract(softplus(wide), wide * wanted, logits.shape)
 
 
@@ -125,7 +125,7 @@ def focal_loss(logits: Tensor, targets: Tensor, alpha: float = 0.25, gamma: floa
     alpha, gamma = number(alpha, what, "alpha"), number(gamma, what, "gamma")
     if not 0 <= alpha <= 1 or gamma < 0:
         raise ShapeError(f"{at(what)}: alpha must be in [0, 1] and gamma not negative, got {alpha:g} and {gamma:g}")
-    wide, wanted = _wide_operands(logits, targets, what, "logits", "targets")
+    wide, wanted = _wide_operands(logits, targets, what, "logits")
     pos, neg = softplus(-wide), softplus(wide)  # -log(p), -log(1 - p)
     if gamma:
         pos, neg = pos * exp(neg * -gamma), neg * exp(pos * -gamma)
@@ -155,7 +155,7 @@ def smooth_l1_loss(predictions: Tensor, targets: Tensor, beta: float = 1.0) -> T
     beta = number(beta, what, "beta")
     if beta <= 0:
         raise ShapeError(f"{at(what)}: beta must be positive, got {beta:g}")
-    wide, wanted = _wide_operands(predictions, targets, what, "predictions", "targets")
+    wide, wanted = _wide_operands(predictions, targets, what, "predictions")
     distance = abs(subtract(wide, wanted, predictions.shape))
     near = minimum(distance, beta)
     return near * (distance - near * 0.5) * (1 / beta)
@@ -182,15 +182,15 @@ def hinge_loss(logits: Tensor, targets: Tensor | float) -> Tensor:
     """
     what = "hinge_loss"
     if isinstance(targets, Tensor):
-        wide, wanted = _wide_operands(logits, targets, what, "logits", "targets")
+        wide, wanted = _wide_operands(logits, targets, what, "logits")
         return maximum(1 - multiply(wide, wanted, logits.shape), 0.0)
     return maximum(1 - widened(floats(logits, what)) * number(targets, what, "targets"), 0.0)
 
 
-def _wide_operands(x: Tensor, targets: Tensor, what: str, first: str, second: str) -> tuple[Tensor, Tensor]:
+def _wide_operands(x: Tensor, targets: Tensor, what: str, first: str) -> tuple[Tensor, Tensor]:
     """Both operands in the dtype of sums, which must have the same type."""
     same = set(tensor(x, what).shape) == set(tensor(targets, what).shape)
     if not same or not x.dtype.is_wide_float or targets.dtype is not x.dtype:
-        rule = f"{first} and {second} must be floats of the same dims and dtype"
+        rule = f"{first} and targets must be floats of the same dims and dtype"
         raise ShapeError(f"{at(what)}: {rule}", x, targets)
     return widened(x), widened(targets)

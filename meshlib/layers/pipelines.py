@@ -104,9 +104,9 @@ def pipeline(
         raise GraphError(f"{at(what)}: stage_fn must be a function of a tensor, got {stage_fn!r:.80}")
     policy = checked_policy(remat, what)
     others = [tensor(t, what) for t in items(beside, what, "beside")]
-    stage = stages if isinstance(stages, Dimension) else Dimension("stage", _least_one(stages, "stages"))
+    stage = stages if isinstance(stages, Dimension) else Dimension("stage", whole(stages, "pipeline", "stages", low=1))
     cut = _MicrobatchCut.of(tensor(x, what), microbatches)
-    plan = Schedule(stage.size, cut.micro.size, _least_one(repeats, "repeats"))
+    plan = Schedule(stage.size, cut.micro.size, whole(repeats, "pipeline", "repeats", low=1))
     for t in (x, *others):
         if stage.name in t.shape:
             raise ShapeError(f"{at(what)}: {t} has a dim '{stage.name}'; rename it, or give stages another")
@@ -114,13 +114,6 @@ def pipeline(
     y, sums = run.loop(cut.split(x), policy, name)
     y = cut.merge(y)
     return (y, sums) if run.returns_sums else y
-
-
-def _least_one(count: object, argument: str) -> int:
-    checked_count = whole(count, "pipeline", argument)
-    if checked_count < 1:
-        raise GraphError(f"{at('pipeline')}: {argument} must be at least 1, got {count}")
-    return checked_count
 
 
 @dataclass(frozen=True)
@@ -137,7 +130,7 @@ class _MicrobatchCut:
         what = "pipeline"
         if isinstance(microbatches, Dimension):
             return cls(find_dim(x, microbatches, what))
-        count = _least_one(microbatches, "microbatches")
+        count = whole(microbatches, "pipeline", "microbatches", low=1)
         if not len(x.shape):
             raise ShapeError(f"{at(what)}: {x} has no dim to cut into microbatches")
         batch = x.shape[0]

@@ -69,8 +69,8 @@ class RotaryScaling:
                 f"{at(what)}: factor must be at least 1 and 0 <= low < high, got factor {factor:g}, low {low:g}, high "
                 f"{high:g}"
             )
-        if self.original_length is not None and whole(self.original_length, what, "original_length") < 1:
-            raise GraphError(f"{at(what)}: original_length must be at least 1, got {self.original_length}")
+        if self.original_length is not None:
+            whole(self.original_length, what, "original_length", low=1)
         if self.ramp not in RAMPS:
             raise GraphError(f"{at(what)}: ramp must be {' or '.join(RAMPS)}, got {self.ramp!r:.40}")
         if self.ramp == "pairs" and (self.original_length is None or not low):

@@ -129,8 +129,8 @@ def _check(config: object, sizes: Mapping[str, int | None], flags: Mapping[str, 
     for name, value in flags.items():
         flag(value, what, name)
     for name, size in sizes.items():
-        if size is not None and whole(size, what, name) < 1:
-            raise GraphError(f"{at(what)}: {name} must be at least 1, got {size}")
+        if size is not None:
+            whole(size, what, name, low=1)
     if sizes["encoder_length"] is not None and not config.encoder_decoder:
         raise GraphError(
             f"{at(what)}: encoder_length is for an encoder-decoder; {config.name} is of kind {config.kind!r}"

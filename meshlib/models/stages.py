@@ -74,9 +74,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         choice(self.schedule, "Pipeline", "schedule", tuple(KINDS))
         for name in ("stages", "microbatches", "repeats"):
-            count = whole(getattr(self, name), "Pipeline", name)
-            if count < 1:
-                raise GraphError(f"{at('Pipeline')}: {name} must be at least 1, got {count}")
+            whole(getattr(self, name), "Pipeline", name, low=1)
         checked_policy(self.remat, "Pipeline")
 
     def check(self, config: TransformerConfig, batch: int) -> None:

@@ -63,9 +63,7 @@ def load_model(
         raise CheckpointError(f"{what}: the folder must be text or a pathlib.Path, got {folder!r:.80}")
     if run is not None and not callable(run):
         raise GraphError(f"{at(what)}: run must make a run of a program, as mtf.on_jax does, got {run!r:.80}")
-    if whole(batch, what, "batch") < 1:
-        raise GraphError(f"{at(what)}: batch must be at least 1, got {batch}")
-    where = _Target(mesh, layout, run, int(batch))
+    where = _Target(mesh, layout, run, whole(batch, what, "batch", low=1))
     model = at_one_moment(lambda: _read(Path(folder), where, build, what), what, CheckpointError)
     model.prepare()
     return model

@@ -100,8 +100,7 @@ def write_weights(
     what = "write_weights"
     _, family = family_of(config, what)
     stored_dtype = DTYPES[choice(dtype, what, "dtype", tuple(DTYPES))]
-    if whole(shard_bytes, what, "shard_bytes") < 1:
-        raise GraphError(f"{at(what)}: shard_bytes must be at least 1, got {shard_bytes}")
+    whole(shard_bytes, what, "shard_bytes", low=1)
     if not isinstance(state, Mapping):
         raise GraphError(f"{at(what)}: state must be arrays by name, got {type(state).__name__} {state!r:.80}")
     wanted = variables_of(config, scan=any("/layers/" in f"/{name}" for name in state))

@@ -171,18 +171,18 @@ def train(
     if evaluation is not None and not isinstance(evaluation, Evaluation):
         raise GraphError(f"{at(what)}: evaluation must be an mtf.Evaluation, got {evaluation!r:.80}")
     options = TrainOptions(
-        steps=_least(steps, "steps", 1),
+        steps=whole(steps, "train", "steps", low=1),
         evaluation=evaluation,
-        save_every=_least(1000 if save_every is None else save_every, "save_every", 1),
+        save_every=whole(1000 if save_every is None else save_every, "train", "save_every", low=1),
         best=best,
         better=choice(better, what, "better", BETTER),
-        patience=None if patience is None else _least(patience, "patience", 1),
+        patience=None if patience is None else whole(patience, "train", "patience", low=1),
         on_nan=choice(on_nan, what, "on_nan", ON_NAN),
-        log_every=_least(log_every, "log_every", 1),
-        steps_per_run=_least(steps_per_run, "steps_per_run", 1),
+        log_every=whole(log_every, "train", "log_every", low=1),
+        steps_per_run=whole(steps_per_run, "train", "steps_per_run", low=1),
         report=report,
     )
-    _least(keep, "keep", 1)
+    whole(keep, "train", "keep", low=1)
     _check_program(run.program)
     _check_options(options, run)
     if save_every is not None and folder is None:
@@ -401,10 +401,3 @@ class _Loop:
 
 def _due(interval: int, before: int, step: int) -> bool:
     return step // interval > before // interval
-
-
-def _least(value: object, name: str, least: int) -> int:
-    checked_number = whole(value, "train", name)
-    if checked_number < least:
-        raise GraphError(f"{at('train')}: {name} must be at least {least}, got {checked_number}")
-    return checked_number

@@ -13,9 +13,8 @@ from functools import cached_property
 from typing import Any
 
 from hardware.slices import Slice
-from meshlib.core.arguments import at, whole
+from meshlib.core.arguments import whole
 from meshlib.core.compiler import GSPMD, Compiler
-from meshlib.core.errors import GraphError
 from meshlib.core.shown import Shown
 from meshlib.core.text import bytes_text, grid
 from meshlib.estimation.memory.compiled import FILE_BYTES, CompiledStepMemory, compiled_memory
@@ -172,8 +171,7 @@ class DeviceMemory(Shown):
 
         Raises: GraphError unless rows is a whole number of at least 1.
         """
-        if whole(rows, "over_time", "rows") < 1:
-            raise GraphError(f"{at('over_time')}: rows must be at least 1, got {rows}")
+        whole(rows, "over_time", "rows", low=1)
         count = len(self.timeline_bytes)
         shown = [n for n, kind in enumerate(KINDS) if any(kinds[n] for kinds in self.timeline_by_kind)]
         cells = [("order", "total", *(KINDS[n] for n in shown), "", "largest at")]

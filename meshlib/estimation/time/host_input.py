@@ -56,8 +56,8 @@ class HostInput:
                 raise GraphError(f"{at(what)}: {name} must be positive, got {value}")
         for name in ("workers", "examples"):
             value = getattr(self, name)
-            if value is not None and whole(value, what, name) < 1:
-                raise GraphError(f"{at(what)}: {name} must be at least 1, got {value}")
+            if value is not None:
+                whole(value, what, name, low=1)
 
     @property
     def rate(self) -> float:

@@ -249,11 +249,7 @@ def _steps(
 
 def _times(steps: int, interval: object, argument: str) -> int:
     """Occurrences of an event every so many steps and at the end."""
-    if interval is None:
-        return 1
-    if whole(interval, WHAT, argument) < 1:
-        raise GraphError(f"{at(WHAT)}: {argument} must be at least 1, got {interval}")
-    return ceil(steps / whole(interval, WHAT, argument))
+    return 1 if interval is None else ceil(steps / whole(interval, WHAT, argument, low=1))
 
 
 def _positive(value: object, argument: str) -> float:

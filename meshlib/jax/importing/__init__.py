@@ -121,7 +121,9 @@ def from_jax(
     numbers = _argnums(argnums, len(args))
     own = parameter_names(fn, len(args))
     axes = Axes()
-    tracing = Tracing(axes, None if most_trips is None else _most_trips(most_trips), _half(float16))
+    tracing = Tracing(
+        axes, None if most_trips is None else whole(most_trips, WHAT, "most_trips", low=1), _half(float16)
+    )
     tracing.kernels = checked_kernels(kernels)
     call, held = _in_arrays(fn, own, args)
     leaves = _leaves(tracing, own, args, numbers)
@@ -144,13 +146,6 @@ def from_jax(
     graph = _graph(axes, code, leaves, held, used, own, results, met)
     graph.call = call
     return graph
-
-
-def _most_trips(given: object) -> int:
-    count = whole(given, WHAT, "most_trips")
-    if count < 1:
-        raise GraphError(f"{at(WHAT)}: most_trips must be at least 1, got {count}")
-    return count
 
 
 def _half(given: object) -> str:
