@@ -187,8 +187,8 @@ ALL_GATHER = StepKind(
         "lay '{dim}' elsewhere ({rules}), or use it where it lies",
     ),
     optional_wording=Wording(
-        "{user} could run split by '{dim}', as '{tensor}' is over {axes}; having it whole sends least in all",
-        "lay '{dim}' elsewhere ({rules}), or mtf.constrain what it makes",
+        "{user} could run split by '{dim}', as '{tensor}' is over {axes}; gathering it sends the fewest bytes overall",
+        "lay '{dim}' elsewhere ({rules}), or mtf.constrain its result",
     ),
     compiled_why="{tensor} is split over {axes}{along}; {user} needs all of it",
 )

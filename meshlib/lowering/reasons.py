@@ -65,7 +65,7 @@ def explain_exchange(exchange: Exchange, op: Operation, homes: Homes) -> Reason:
         why = f"{_who(op)} runs along '{exchange.dim}', split over {over}: every core needs a summary of all blocks"
     else:
         x = op.inputs[exchange.operand].name
-        why = f"{_who(op)} needs indices of '{exchange.dim}' of '{x}', split over {over}, that lie on other cores"
+        why = f"{_who(op)} needs indices of '{exchange.dim}' of '{x}', split over {over}, held by other cores"
     avoid = f"leave '{exchange.dim}' unsplit over {over} ({_rules(homes, exchange.axes, (exchange.dim,))})"
     return Reason(op.name, exchange.dim, why, avoid, op.source, op.region)
 
