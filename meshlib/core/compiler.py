@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 
 from hardware.chips import Chip
-from meshlib.core.arguments import at, choice, flag, number, whole
+from meshlib.core.arguments import at, bounded, choice, flag, whole
 from meshlib.core.errors import GraphError, nearest
 
 # Modes of hiding collectives behind computation; the rules are in `meshlib.estimation.time.scheduling`.
@@ -94,10 +94,7 @@ class Compiler:
             choice(kind, "Compiler", "sparse_core_collectives", OFFLOADED)
         for field in _FLAGS:
             flag(getattr(self, field), "Compiler", field)
-        if number(self.step_overhead_seconds, "Compiler", "step_overhead_seconds") < 0:
-            raise GraphError(
-                f"{at('Compiler')}: step_overhead_seconds must not be negative, got {self.step_overhead_seconds}"
-            )
+        bounded(self.step_overhead_seconds, "Compiler", "step_overhead_seconds")
         for field in ("windowed_einsum_bytes", "rounding_noise_bytes", "ragged_tile_width"):
             whole(getattr(self, field), "Compiler", field, low=0)
 

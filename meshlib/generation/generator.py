@@ -22,7 +22,7 @@ from hardware import Slice
 from layouts import Dimension, LayoutRules, Mesh
 from layouts.mesh import MeshLike
 from layouts.rules import SCOPES, RulesLike
-from meshlib.core.arguments import at, number, shape_faults, whole
+from meshlib.core.arguments import at, bounded, shape_faults, whole
 from meshlib.core.errors import GraphError, nearest
 from meshlib.core.graph import Graph, Tensor, scope
 from meshlib.generation.beams import Beams
@@ -164,8 +164,7 @@ class Generator:
         """Check sizes and sampling options."""
         for name in ("batch", "length", "max_tokens", "beams"):
             whole(getattr(self, name), WHAT, name, low=1)
-        if number(self.alpha, WHAT, "alpha") < 0:
-            raise GraphError(f"{at(WHAT)}: alpha must not be negative, got {self.alpha}")
+        bounded(self.alpha, WHAT, "alpha")
         if not 0 <= whole(self.start_token, WHAT, "start_token") < c.vocab:
             raise GraphError(f"{at(WHAT)}: start_token must be in 0 to {c.vocab - 1}, got {self.start_token}")
         narrowed = [name for name in ("top_k", "top_p") if getattr(self, name) is not None]

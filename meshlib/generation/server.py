@@ -16,7 +16,7 @@ import numpy as np
 
 from hardware import Slice
 from layouts.mesh import MeshLike
-from meshlib.core.arguments import at, number, whole
+from meshlib.core.arguments import at, bounded, number, whole
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import Graph
 from meshlib.generation.generator import State, give_parameters
@@ -147,8 +147,7 @@ class Server:
         c = TransformerConfig.checked(self.config, WHAT)
         whole(self.chunk, WHAT, "chunk", low=1), whole(self.draft_tokens, WHAT, "draft_tokens", low=0)
         whole(self.seed, WHAT, "seed", low=0)
-        if number(self.temperature, WHAT, "temperature") < 0:
-            raise GraphError(f"{at(WHAT)}: temperature must not be negative, got {self.temperature}")
+        bounded(self.temperature, WHAT, "temperature")
         if self.top_k is not None:
             whole(self.top_k, WHAT, "top_k", low=1)
         if self.top_p is not None and not 0 < number(self.top_p, WHAT, "top_p") <= 1:

@@ -7,7 +7,7 @@ from math import ceil, floor, log, pi
 
 from layouts import Dimension
 from meshlib.core import initializers
-from meshlib.core.arguments import at, number, whole
+from meshlib.core.arguments import POSITIVE, at, bounded, number, whole
 from meshlib.core.dtypes import INT32, as_dtype
 from meshlib.core.errors import GraphError, ShapeError
 from meshlib.core.graph import Tensor, find_dim, innermost
@@ -78,8 +78,7 @@ class RotaryScaling:
                 f"{at(what)}: a ramp over pairs needs an original_length and low above 0, got {self.original_length} "
                 f"and {low:g}"
             )
-        if number(self.amplitude, what, "amplitude") <= 0:
-            raise GraphError(f"{at(what)}: amplitude must be positive, got {self.amplitude:g}")
+        bounded(self.amplitude, what, "amplitude", POSITIVE)
 
     def scaled_frequency(self, frequency: Tensor, pair: Tensor, pairs: int, base: float) -> Tensor:
         """Scaled angles per token of each pair, from `frequency` = base^(-pair / pairs)."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from layouts import Shape
 from meshlib.core import initializers
-from meshlib.core.arguments import NOT_NEGATIVE, at, bounded, flag, items, number
+from meshlib.core.arguments import NOT_NEGATIVE, POSITIVE, at, bounded, flag, items
 from meshlib.core.dtypes import FLOAT32, FLOAT64, DType, as_dtype
 from meshlib.core.errors import ArgumentError, GraphError, nearest
 from meshlib.core.graph import UPDATE, Operation, Tensor, absolute_scope, region
@@ -395,8 +395,8 @@ def _clip(
     if isinstance(max_norm, Tensor):
         if len(max_norm.shape) or not max_norm.dtype.is_wide_float:
             raise GraphError(f"{at(what)}: max_norm must be a positive number or a float without dims, got {max_norm}")
-    elif number(max_norm, what, "max_norm") <= 0:
-        raise GraphError(f"{at(what)}: max_norm must be positive, got {max_norm}")
+    else:
+        bounded(max_norm, what, "max_norm", POSITIVE)
     dtype = FLOAT64 if all(g.dtype is FLOAT64 for g in grads) else FLOAT32
     squares = _map_like_slots(lambda g, d: reduce_sum(square(cast(g, d))), grads, owners, dtype)
     with region(UPDATE), absolute_scope("clip_by_global_norm"):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from hardware.memory import pcie_seconds
 from hardware.slices import Slice
-from meshlib.core.arguments import at, number, whole
+from meshlib.core.arguments import POSITIVE, at, bounded, whole
 from meshlib.core.errors import GraphError
 from meshlib.program.records import Program
 
@@ -52,8 +52,8 @@ class HostInput:
             raise GraphError(f"{at(what)}: give examples_per_second, or decode_seconds and workers; got {got}")
         for name in ("examples_per_second", "decode_seconds"):
             value = getattr(self, name)
-            if value is not None and number(value, what, name) <= 0:
-                raise GraphError(f"{at(what)}: {name} must be positive, got {value}")
+            if value is not None:
+                bounded(value, what, name, POSITIVE)
         for name in ("workers", "examples"):
             value = getattr(self, name)
             if value is not None:

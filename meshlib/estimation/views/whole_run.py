@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from meshlib.core.arguments import at, number, whole
+from meshlib.core.arguments import POSITIVE, at, bounded, whole
 from meshlib.core.compiler import Compiler
 from meshlib.core.errors import GraphError, SliceError
 from meshlib.core.text import count_text, grid, seconds_text, usd_text
@@ -177,7 +177,7 @@ def whole_run(
             raise GraphError(f"{at(WHAT)}: evaluation must be an Estimate, got {type(evaluation).__name__}")
         evaluations = _times(count, evaluate_every, "evaluate_every")
         each = evaluation_steps(evaluation, evaluation_examples) * evaluation.step_seconds
-    each_checkpoint = _duration(checkpoint_seconds, "checkpoint_seconds")
+    each_checkpoint = bounded(checkpoint_seconds, WHAT, "checkpoint_seconds")
     work = count * est.step_seconds + evaluations * each
     if faults is not None and checkpoint_every is None:
         checkpoint_every = faults.best_every(count, work, each_checkpoint)
@@ -192,7 +192,7 @@ def whole_run(
         evaluations * each,
         checkpoints,
         checkpoints * each_checkpoint,
-        _duration(start_seconds, "start_seconds"),
+        bounded(start_seconds, WHAT, "start_seconds"),
         est.slice.usd_per_hour,
         est.slice.name,
         est.compiler,
@@ -243,24 +243,10 @@ def _steps(
         raise GraphError(f"{at(WHAT)}: no input of the program has a dim '{lost}' (its inputs: {names}); give steps")
     if tokens is not None:
         assert length is not None
-        return ceil(_positive(tokens, "tokens") / (batch * length))
-    return ceil(_positive(epochs, "epochs") * whole(examples, WHAT, "examples", 1) / batch)
+        return ceil(bounded(tokens, WHAT, "tokens", POSITIVE) / (batch * length))
+    return ceil(bounded(epochs, WHAT, "epochs", POSITIVE) * whole(examples, WHAT, "examples", 1) / batch)
 
 
 def _times(steps: int, interval: object, argument: str) -> int:
     """Occurrences of an event every so many steps and at the end."""
     return 1 if interval is None else ceil(steps / whole(interval, WHAT, argument, low=1))
-
-
-def _positive(value: object, argument: str) -> float:
-    checked_number = number(value, WHAT, argument)
-    if checked_number <= 0:
-        raise GraphError(f"{at(WHAT)}: {argument} must be positive, got {checked_number:g}")
-    return checked_number
-
-
-def _duration(value: object, argument: str) -> float:
-    checked_number = number(value, WHAT, argument)
-    if checked_number < 0:
-        raise GraphError(f"{at(WHAT)}: {argument} must not be negative, got {checked_number:g}")
-    return checked_number
