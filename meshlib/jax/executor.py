@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshlib.core.dtypes import BFLOAT16
+from meshlib.core.dtypes import BFLOAT16, FLOAT32
 from meshlib.core.errors import ProgramError
-from meshlib.core.graph import Operation
+from meshlib.core.graph import BACKWARD, Operation
 from meshlib.core.opdef import Factor, Halo, Summary
 from meshlib.jax.collectives import all_summaries, combined_summaries, gathered_run, move, shared_summaries
 from meshlib.jax.context import Array, Index, Reported, TraceContext, passed_checks
@@ -25,6 +25,7 @@ from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program
 
 Axes = Mapping[str, tuple[str, ...]]
+_SHARE = 32  # a result is large if it takes this part of the updated variables' memory
 
 
 class Executor(Interpreter[Array, TraceContext]):
@@ -33,7 +34,8 @@ class Executor(Interpreter[Array, TraceContext]):
     def __init__(self, context: TraceContext) -> None:
         self.context = context
         self._repeats = Repeats()
-        self._wide: dict[Value, Array] = {}  # result of a cast to bfloat16 -> its operand
+        self._tied: set[Value] = set()  # updates that the compiler computes in time
+        self._before_cast: dict[Value, Array] = {}  # result of a cast between bfloat16 and float32 -> its operand
 
     def run(self, program: Program, given: Mapping[Value, Array], context: TraceContext) -> dict[Value, Array]:
         """As in the interpreter, with barriers that keep the compiler from merging recomputations."""
@@ -65,6 +67,8 @@ class Executor(Interpreter[Array, TraceContext]):
         loop, and keeps their larger operands live until then.
         """
         i = program.instructions[n]
+        if not isinstance(i, Loop) and not program.is_body:
+            self._updates_before(program, n, values)
         if not isinstance(i, Loop) or program.is_body:
             return
         starts = {name for name, _ in i.carries}
@@ -74,6 +78,23 @@ class Executor(Interpreter[Array, TraceContext]):
         if carried and len(tied) > 1:
             arrays = lax.optimization_barrier(tuple(values[v] for v in tied))
             values.update(zip(tied, arrays, strict=True))
+
+    def _updates_before(self, program: Program, n: int, values: dict[Value, Array]) -> None:
+        """Before a large result outside loops, have the compiler compute the updates that the plan has by then.
+
+        Gradients that are updated first would otherwise be held until after it.
+        """
+        i = program.instructions[n]
+        if not program.updates or i.operation.region != BACKWARD or not i.inputs:
+            return
+        large = sum(v.local_bytes for v in program.updates.values()) // _SHARE
+        new = [v for v in program.updates.values() if v in values and v not in self._tied]
+        if not isinstance(i, Compute) or i.outputs[0].local_bytes < large or sum(v.local_bytes for v in new) < large:
+            return
+        self._tied.update(new)
+        tied = [i.inputs[0], *new]
+        arrays = lax.optimization_barrier(tuple(values[v] for v in tied))
+        values.update(zip(tied, arrays, strict=True))
 
     # ------------------------------------------------------------ moves
 
@@ -136,10 +157,10 @@ class Executor(Interpreter[Array, TraceContext]):
 
     def compute(self, program: Program, i: Compute, inputs: Sequence[Array], context: TraceContext) -> Sequence[Array]:
         op = i.operation
-        if i.opcode == "cast" and op.outputs[0].dtype is BFLOAT16 and inputs[0].dtype == jnp.float32:
-            self._wide[i.outputs[0]] = inputs[0]
-        elif op.opdef.reads_part and not i.exchanges and i.inputs[0] in self._wide:
-            inputs = [self._wide[i.inputs[0]], *inputs[1:]]  # the result is rounded; XLA would cast a whole table
+        if i.opcode == "cast" and {op.inputs[0].dtype, op.outputs[0].dtype} == {BFLOAT16, FLOAT32}:
+            self._before_cast[i.outputs[0]] = inputs[0]
+        elif op.opdef.reads_part and not i.exchanges and i.inputs[0] in self._before_cast and _is_rather_cast(i):
+            inputs = [self._before_cast[i.inputs[0]], *inputs[1:]]
         if op.opdef.show is not None and len(inputs) > 1:
             context.reported.prints.append(list(inputs[1:]))
         factors = op.opdef.roles(op)
@@ -165,6 +186,15 @@ class Executor(Interpreter[Array, TraceContext]):
             stack.array = row_of(op).local(part, stack.array, *inputs[1:], trip=stack.trip)
             return (lax.dynamic_index_in_dim(stack.array, stack.trip, 0, keepdims=False),)
         return run_row(part, row_of(op).local, inputs)
+
+
+def _is_rather_cast(i: Compute) -> bool:
+    """Whether fewer bytes are stored if the result of a lookup is cast, rather than its table, as planned.
+
+    XLA would store a table that is cast, even if few rows are read, and what is read of a table in float32.
+    """
+    table, result = i.inputs[0], i.outputs[0]
+    return (result.local_size < table.local_size) == (result.tensor.dtype is BFLOAT16)
 
 
 class _Offsets(Mapping[str, Index]):

@@ -135,3 +135,27 @@ def test_what_the_plan_keeps_over_a_loop_is_computed_before_it(text: str) -> Non
     ]  # fmt: skip
     loops = [n for n, line in enumerate(lines) if "stablehlo.while" in line]
     assert any(loops[0] < n < loops[-1] for n in tied)
+
+
+def test_updates_that_the_plan_has_by_then_are_computed_before_a_large_gradient() -> None:
+    """The rows of an embedding's gradient are added in float32, when other gradients have been applied."""
+    vocab, n, wide, out = (mtf.Dimension(*d) for d in (("vocab", 48), ("n", 8), ("wide", 16), ("out", 32)))
+    with mtf.Graph():
+        table, weights = mtf.variable("table", [vocab, wide]), mtf.variable("weights", [wide, out])
+        rows = mtf.gather(table, mtf.input("at", [n], "int32"), vocab)
+        loss = mtf.reduce_sum(mtf.square(mtf.einsum([rows, weights], [n, out])))
+        program = mtf.lower({"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss))
+    before, _, _ = str(Step(program, None, False).lowered().as_text()).partition('"stablehlo.scatter"')
+    tied = [line for line in before.splitlines() if "stablehlo.optimization_barrier" in line]
+    assert any(line.endswith("tensor<8x16xf32>, tensor<16x32xf32>") for line in tied)
+
+
+@pytest.mark.parametrize(("rows", "read"), [(8, "bf16"), (64, "f32")])
+def test_the_smaller_of_a_table_and_what_is_looked_up_is_cast(rows: int, read: str) -> None:
+    table, n, wide = mtf.Dimension("table", rows), mtf.Dimension("n", 32), mtf.Dimension("wide", 16)
+    with mtf.Graph():
+        stored = mtf.input("stored", [table, wide], "bfloat16" if read == "bf16" else "float32")
+        cast = mtf.cast(stored, "float32" if read == "bf16" else "bfloat16")
+        program = mtf.lower({"y": mtf.gather(cast, mtf.input("at", [n], "int32"), table)})
+    text = str(Step(program, None, False).lowered().as_text())
+    assert re.findall(r'"stablehlo.gather".*: \(tensor<\w+x(\w+)>', text) == [read]

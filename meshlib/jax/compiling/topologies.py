@@ -18,6 +18,7 @@ ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v4-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at once: none touches a device
 }
 
 
