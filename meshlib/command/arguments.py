@@ -104,7 +104,9 @@ def _about(under: Under, name: str, text: str, run: str, a_slice: bool = True) -
         "--models", metavar="FOLDER", help="of MaxText's model files; default: models beside base.yml"
     )
     command_parser.add_argument(
-        "--slice", required=a_slice, help="the slice, such as v5e-256 or 2*v5p-512; meshlib slices lists them"
+        "--slice",
+        required=a_slice,
+        help="the slice, such as v5e-256 or 2*v5p-512; meshlib slices lists them; of plan also several, v5e-64,v6e-16",
     )
     command_parser.add_argument(
         "--batch",

@@ -33,7 +33,11 @@ SEEDS = 3  # usual layouts that seed a model's search
 
 
 def plan(args: argparse.Namespace) -> int:
-    """`meshlib plan`: the verdict, and the ranking."""
+    """`meshlib plan`: the verdict, and the ranking; of several slices the best plan of each."""
+    if "," in args.slice:
+        from meshlib.command.slices_compared import compared_slices
+
+        return compared_slices(args)
     where = slice_of(args.slice)
     if is_maxtext(args) and args.search:
         from meshlib.command.tuning import tuned

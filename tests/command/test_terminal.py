@@ -427,6 +427,21 @@ def test_compare_says_in_a_sentence_what_changed_and_why(capsys: pytest.CaptureF
     ), sentence
 
 
+def test_a_plan_on_several_slices_names_the_cheapest_and_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
+    shared = "--batch 16 --length 128 --remat full --layout data@data:4"
+    status, out, err = run(f"plan gpt2 --slice v5e-4,v6e-4 {shared}", capsys)
+    assert (status, err) == (0, "")
+    rows = [line.split() for line in out.splitlines() if line.startswith(("v5e-4 ", "v6e-4 "))]
+    assert max(map(len, out.splitlines())) <= 80
+    _, text, _ = run(f"plan gpt2 --slice v5e-4,v6e-4 {shared} --json", capsys)
+    plans = {plan["slice"]: plan["plans"][0] for plan in json.loads(text)}
+    by_price = sorted(plans, key=lambda name: plans[name]["usd_per_step_modelled"])
+    assert [row[0] for row in rows] == list(plans) == by_price
+    fastest = min(plans, key=lambda name: plans[name]["step_seconds_modelled"])
+    assert out.startswith(f"gpt2 on 2 slices: cheapest on {by_price[0]}, fastest on {fastest}\n")
+    assert run("plan gpt2 --slice v5e-4,v6e-4 --emit maxtext", capsys)[0] == 2
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--version", capsys) == (0, f"meshlib {mtf.__version__}\n", "")
 
