@@ -132,6 +132,7 @@ def test_no_graph_outlives_its_program(use: str, monkeypatch: pytest.MonkeyPatch
         pytest.skip("needs JAX")
     if use in NEED_JAX:
         getattr(mtf, use)  # imported functions are graphs of a class of their own, defined on first use
+    gc.freeze()  # what other tests left is not looked at
     with noted_graphs(monkeypatch) as made:
         result = USES[use]()
         assert made
