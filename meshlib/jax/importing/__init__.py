@@ -51,7 +51,8 @@ from meshlib.jax.importing.leaves import (
 )
 from meshlib.jax.importing.naming import WHAT, Leaf, assign_names, name_all, name_arguments, name_factors, name_tiles
 from meshlib.jax.importing.pairs import flat as flat_parts
-from meshlib.jax.importing.pairs import packed
+from meshlib.jax.importing.pairs import packed, parts_of
+from meshlib.jax.importing.raw_keys import raw_keys
 from meshlib.jax.importing.table import RULES
 from meshlib.jax.importing.tracing import Tracing
 from meshlib.jax.importing.writing import StepWriter
@@ -126,8 +127,8 @@ def from_jax(
     )
     tracing.kernels = checked_kernels(kernels)
     call, held = _in_arrays(fn, own, args)
-    leaves = _leaves(tracing, own, args, numbers)
     closed, results = _traced(call)
+    leaves = _leaves(tracing, own, args, numbers, closed)
     ins = packed([leaf.var for leaf in leaves], [v.aval for v in closed.jaxpr.invars])
     outs = flat_parts(tracing.inline(closed, ins, SourcePlace(UNKNOWN_LINE), inherit=False))
     refuse_unknown(tracing.kernels, tracing.met)
@@ -164,12 +165,16 @@ def _argnums(argnums: object, count: int) -> tuple[int, ...]:
     return tuple(n % count for n in given) if count else ()
 
 
-def _leaves(tracing: Tracing, own: Sequence[str], args: Sequence[Any], numbers: Sequence[int]) -> list[Leaf]:
-    """The arrays among the arguments, each with new axes."""
+def _leaves(
+    tracing: Tracing, own: Sequence[str], args: Sequence[Any], numbers: Sequence[int], closed: Any
+) -> list[Leaf]:
+    """The arrays among the arguments of the traced function, each with new axes."""
     named_parts = []
+    avals = [v.aval for v in closed.jaxpr.invars]
+    keys = iter([key for aval, key in zip(avals, raw_keys(closed), strict=True) for _ in parts_of([aval])])
     for n, (name, arg) in enumerate(zip(own, args, strict=True)):
         for path, leaf, known in named_leaves([name], [arg]):
-            var = tracing.var(leaf, of_keys=leaf.shape[-1:] in ((2,), (4,)))  # as jax.random.PRNGKey creates them
+            var = tracing.var(leaf, of_keys=next(keys))
             if 0 in var.shape:
                 tracing.set_known(var, np.zeros(var.shape, numpy_type(var.dtype)))
             elif not var.key:

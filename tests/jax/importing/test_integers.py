@@ -63,3 +63,21 @@ def test_quantised_activations_are_stored_in_eight_bits():
     graph = mtf.from_jax(lambda x: jnp.clip(jnp.round(x), -127, 127).astype("int8").astype("float32"), X, argnums=())
     (result,) = graph.outputs.values()
     assert result.operation.inputs[0].dtype.name == "int8"
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_words_are_keys_where_draws_read_them(wrapped):
+    """Raw keys are uint32[2]; so are two tokens."""
+
+    def function(table, tokens, key):
+        def drawn(tokens, key):
+            return table[tokens] + jax.random.uniform(key, (4, 2, 3))
+
+        return (jax.jit(drawn) if wrapped else drawn)(tokens, key)
+
+    tokens = RNG.integers(0, 6, (4, 2)).astype(np.uint32)
+    table, key = np.arange(18, dtype=np.float32).reshape(6, 3), jax.random.PRNGKey(0)
+    graph = mtf.from_jax(function, table, tokens, key)
+    assert [*graph.inputs] == ["tokens"]
+    y = mtf.simulate(mtf.lower(graph.outputs)).step(graph.feeds(table, tokens, key))["output"]
+    np.testing.assert_array_equal(np.floor(y.reshape(4, 2, 3)), table[tokens])
