@@ -63,13 +63,15 @@ def _products(part: RowContext, a: Array, b: Array, begins: Array, ends: Array) 
     bounds = (jnp.clip(begins - offset, 0, sizes[rows]), jnp.clip(ends - offset, 0, sizes[rows]))
     split = dict(zip(of_bounds, begins.shape, strict=True))[groups] < part.attrs["count"]
     sizes[groups] = begins.shape[of_bounds.index(groups)]
-    products = []
+    on_tpu, adds = part.context.platform == "tpu", rows in of_b and not set(apart) & {*out}
+    products: list[Array] = []
     for index in product(*(range(sizes[n]) for n in apart)):
         at = dict(zip(apart, index, strict=True))
         low, high = (_part_of(x, of_bounds, at, [[groups]], sizes) for x in bounds)
         x, y = _part_of(a, of_a, at, order_a, sizes), _part_of(b, of_b, at, order_b, sizes)
-        products.append(_one(x, y, low, high, split, rows in of_b, part.context.platform == "tpu"))
-    return _stacked(products, apart, result, sizes, out)
+        onto = products.pop() if adds and products else None
+        products.append(_one(x, y, low, high, split, rows in of_b, on_tpu, onto))
+    return _stacked(products, [] if adds else apart, result, sizes, out)
 
 
 def _stacked(
@@ -91,8 +93,19 @@ def _part_of(
     return aligned(one, rest, [n for part in order for n in part]).reshape([prod(sizes[n] for n in p) for p in order])
 
 
-def _one(x: Array, y: Array, low: Array, high: Array, split: bool, rows_summed: bool, on_tpu: bool = False) -> Array:
-    """The groups at one index. The first of split groups may start anywhere: rows are rotated to begin with it."""
+def _one(
+    x: Array,
+    y: Array,
+    low: Array,
+    high: Array,
+    split: bool,
+    rows_summed: bool,
+    on_tpu: bool = False,
+    onto: Array | None = None,
+) -> Array:
+    """The groups at one index, added to `onto` if rows are summed. The first of split groups may start anywhere: rows
+    are rotated to begin with it.
+    """
     summed = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     # Products of narrow operands are exact as they are, and a TPU's kernel takes no other precision of them.
     precision = lax.Precision.HIGHEST if x.dtype.itemsize >= 4 else None
@@ -102,15 +115,16 @@ def _one(x: Array, y: Array, low: Array, high: Array, split: bool, rows_summed: 
         y = jnp.roll(y, -low[0], 0) if rows_summed else y
     count = high - low
     if rows_summed and (INTERPRETED or (on_tpu and x.dtype.itemsize == 2)):
-        return summed_by_group(x, y, count)
+        return summed_by_group(x, y, count, onto)
     if rows_summed:
-        return lax.ragged_dot_general(x, y, count, _ROWS_SUMMED, **options)
+        sums = lax.ragged_dot_general(x, y, count, _ROWS_SUMMED, **options)
+        return sums if onto is None else sums + onto
     whole = lax.ragged_dot(x, y, count, **options)
     whole = jnp.where((jnp.arange(len(whole)) < jnp.sum(count))[:, None], whole, 0)
     return jnp.roll(whole, low[0], 0) if split else whole
 
 
-def summed_by_group(x: Array, y: Array, count: Array) -> Array:
+def summed_by_group(x: Array, y: Array, count: Array, onto: Array | None = None) -> Array:
     """The products of x [rows, k] and y [rows, n], summed over the rows of each group: float32 [groups, k, n].
 
     The kernel is `tgmm` of megablox. XLA for TPUs compiles `lax.ragged_dot_general` with summed rows to a product of
@@ -119,11 +133,13 @@ def summed_by_group(x: Array, y: Array, count: Array) -> Array:
     Args:
       x, y: bfloat16, sorted by group.
       count: int32 [groups], rows of each group.
+      onto: float32 [groups, k, n] to add to, in place.
     """
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     sizes = (len(x), x.shape[1], y.shape[1])
     tile = tuple(min(most, size + -size % LANES) for most, size in zip(TILE, sizes, strict=True))
     x, y = (jnp.pad(z, ((0, -len(z) % tile[0]), (0, 0))) for z in (x, y))
-    sums: Array = tgmm(x.T, y, count, preferred_element_type=jnp.float32, tiling=tile, interpret=INTERPRETED)
+    options = {"preferred_element_type": jnp.float32, "tiling": tile, "existing_out": onto, "interpret": INTERPRETED}
+    sums: Array = tgmm(x.T, y, count, **options)
     return sums
