@@ -38,7 +38,7 @@ POOL = 2  # closer bounds are computed for this many times the candidates needed
 LEADERS = 3  # the best so far, whose neighbours are examined
 PAYS_SECONDS = 0.1  # work in seconds for which forking processes pays off
 AHEAD = 8  # closer bounds per process and batch
-TOGETHER = 512  # candidates bounded together before a round: those of the least bounds
+TOGETHER = 256  # candidates bounded together before a round: those of the least bounds
 Progress = Callable[[int, int, str], object]
 
 
@@ -133,10 +133,7 @@ class Search:
             bounds = self.problems[c.choices].bounds
             held = bounds.least_bytes(c)
             if not self._exceeds(c, held):
-                try:
-                    held = bounds.held_bytes(c)
-                except LayoutError:  # its estimate will say why it is refused
-                    continue
+                held = bounds.placed_bytes(c)
             if self._exceeds(c, held):
                 yield n, Outcome(c, TOO_LARGE, 0.0, why=_too_large(c, held))
 
@@ -300,9 +297,12 @@ class Search:
                 self.deferred = True
                 return False
         try:
-            problem.bounds.held_bytes(c)
+            held = problem.bounds.held_bytes(c)
         except LayoutError as fault:
             self.outcomes[n] = Outcome(c, REFUSED, bound, why=str(fault).splitlines()[-1].strip())
+            return False
+        if self._exceeds(c, held):
+            self.outcomes[n] = Outcome(c, TOO_LARGE, bound, why=_too_large(c, held))
             return False
         first = self.seen.setdefault(problem.alike(c), n)
         if first != n:

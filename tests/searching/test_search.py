@@ -453,7 +453,8 @@ def below(build: Callable[..., Any], name: str, most: int, seed: int, **choice: 
             own = replace(c, slice=slowed(name, links))
             assert found.bounds.critical_path_seconds(own) <= step * (1 + 1e-9), (str(c), links)
             assert found.bounds.core_time_seconds([own])[0] <= step * (1 + 1e-9), (str(c), links)
-        assert found.bounds.least_bytes(c) <= found.bounds.held_bytes(c) * (1 + 1e-9), c
+        placed = found.bounds.placed_bytes(c)
+        assert found.bounds.least_bytes(c) <= placed * (1 + 1e-9) <= found.bounds.held_bytes(c) * (1 + 2e-9), c
         assert found.bounds.held_bytes(c) <= est.memory.peak_bytes, c
     return tried
 

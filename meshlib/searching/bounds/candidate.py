@@ -49,6 +49,7 @@ from meshlib.searching.bounds.split_products import SplitProducts
 from meshlib.searching.renamed_dims import Names, Passages
 from meshlib.searching.space import Candidate
 
+Bools: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
 BATCH = 128  # candidates whose core time is bounded at once
 Floats: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
 
@@ -97,6 +98,7 @@ class Bounds:
     _times: dict[tuple[Chip, int], _Times | None] = field(default_factory=dict)
     _parts_of: dict[object, Floats] = field(default_factory=dict)
     _seconds_of: dict[object, float] = field(default_factory=dict)  # seconds of all kernels, by chip and splits
+    _named: dict[object, Bools] = field(default_factory=dict)
     _known: dict[Chip, dict[object, Any]] = field(default_factory=dict)  # shared by the closer bounds of all candidates
 
     @staticmethod
@@ -247,22 +249,63 @@ class Bounds:
         total = 0.0
         for (shape, scope, width), count in self.resident.items():
             total += count * width * c.layout.sharding(shape, c.mesh, scope).local_size
-        return total + self._stacked(c, self._excess_bytes(c))
+        fitting = {shape: c.layout.fitting(shape, c.mesh, "slots").local_size for shape in self._gradient_shapes}
+        part_of = {shape: size / shape.size for shape, size in fitting.items()}
+        return total + self._stacked(c, self._excess_bytes(c, part_of))
 
-    def _excess_bytes(self, c: Candidate) -> Floats:
-        """For each moment, the bytes of gradients beyond what they take where all axes split them that could."""
-        most = dict.fromkeys(shape for sizes in self.gradients for shape in sizes)
-        part_of: dict[Shape, float] = {}
-        for shape in most:
+    def _excess_bytes(self, c: Candidate, part_of: Mapping[Shape, float]) -> Floats:
+        """For each moment, the bytes of gradients beyond what they take where all axes split them that could.
+
+        `part_of`: the part of each shape that a device has.
+        """
+        excess = {}
+        for shape, part in part_of.items():
             names = self.passages.split(shape)
-            parts = prod(size for dims, size in c.splits if names is None or not names.isdisjoint(dims))
-            part_of[shape] = c.layout.fitting(shape, c.mesh, "slots").local_size / shape.size - 1 / parts
-        return np.array([sum(size * part_of[shape] for shape, size in sizes.items()) for sizes in self.gradients])
+            most = prod(size for dims, size in c.splits if names is None or not names.isdisjoint(dims))
+            excess[shape] = part - 1 / most
+        return np.array([sum(size * excess[shape] for shape, size in sizes.items()) for sizes in self.gradients])
 
     def least_bytes(self, c: Candidate) -> float:
         """At most `held_bytes`, at a fraction of its cost: assumes that every axis splits whatever it could split."""
         _, begin, end = self._ends
         return float((self._bytes[begin:end] / self._most_parts(c)[begin:end]).sum()) + self._stacked(c)
+
+    def placed_bytes(self, c: Candidate) -> float:
+        """At most `held_bytes`, at a fraction of its cost: sizes are those of the roles, where all divide."""
+        _, begin, end = self._ends
+        parts = np.ones(end - begin + len(self._gradient_shapes))
+        for dims, size in c.splits[: len(c.given)]:
+            parts[self._named_by(dims)] *= size
+        required = {dim for part in c.parts for dim in part.base}
+        optional: dict[str, Floats] = {}  # of several optional rules for a dim, one counts
+        for part in c.parts:
+            in_base = self._named_by(part.base)
+            parts[in_base] *= part.size
+            if part.role.beside is not None and part.role.beside[1] not in required:
+                scope, dim = part.role.beside
+                sizes = np.where(self._named_by((dim,), scope) & ~in_base, part.size, 1.0)
+                optional[dim] = np.maximum(optional.get(dim, 1.0), sizes)
+        for sizes in optional.values():
+            parts *= sizes
+        residents, gradients = parts[: end - begin], parts[end - begin :]
+        part_of = dict(zip(self._gradient_shapes, (1 / gradients).tolist(), strict=True))
+        return float((self._bytes[begin:end] / residents).sum()) + self._stacked(c, self._excess_bytes(c, part_of))
+
+    def _named_by(self, dims: Iterable[str], scope: str | None = None) -> Bools:
+        """Which residents and stacked gradients have any of these dims, in a scope or in all."""
+        key = frozenset(dims), scope
+        named = self._named.get(key)
+        if named is None:
+            placed = [(shape, scope) for shape, scope, _ in self.resident]
+            placed += [(shape, "slots") for shape in self._gradient_shapes]
+            hits = [not key[0].isdisjoint(shape.names) and scope in (None, own) for shape, own in placed]
+            named = self._named[key] = np.array(hits, bool)
+        return named
+
+    @cached_property
+    def _gradient_shapes(self) -> list[Shape]:
+        """The distinct shapes of stacked gradients."""
+        return [*dict.fromkeys(shape for sizes in self.gradients for shape in sizes)]
 
     def _stacked(self, c: Candidate, excess_bytes: Floats | float = 0.0) -> float:
         if not self._starts.size:
