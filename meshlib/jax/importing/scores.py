@@ -148,13 +148,13 @@ def _product(x: Tensor, memory: Dimension, pattern: _ScorePattern) -> tuple[Tens
         elif name == "divide" and numbers[1]:
             pattern.scale /= float(numbers[1])
             x = op.inputs[0]
-        elif name == "where" and lowest(numbers[2]):
+        elif name == "where" and _hides(numbers[2], pattern.scale):
             pattern.flags.append(op.inputs[0])
             x = op.inputs[1]
-        elif name == "where" and lowest(numbers[1]):
+        elif name == "where" and _hides(numbers[1], pattern.scale):
             pattern.flags.append(negated(op.inputs[0]))
             x = op.inputs[2]
-        elif name in ("add", "subtract") and (hidden := _hiding(op)) is not None:
+        elif name in ("add", "subtract") and (hidden := _hiding(op, pattern.scale)) is not None:
             x, flag = hidden
             pattern.flags.append(flag)
         elif name == "einsum":
@@ -163,38 +163,41 @@ def _product(x: Tensor, memory: Dimension, pattern: _ScorePattern) -> tuple[Tens
             return None
 
 
-def _hiding(op: Operation) -> tuple[Tensor, Tensor] | None:
-    """For scores plus or minus a bias of 0 or very low values: the scores, and flags of the visible keys."""
-    sign = 1 if op.opdef.name == "add" else -1
-    for x, bias in (op.inputs, op.inputs[::-1])[: 2 if sign == 1 else 1]:
-        seen = _seen(bias, sign)
+def _hiding(op: Operation, scale: float) -> tuple[Tensor, Tensor] | None:
+    """For scores plus or minus a bias of 0 or very low values: the scores, and flags of the visible keys.
+
+    The sum is multiplied by `scale` afterwards.
+    """
+    added = op.opdef.name == "add"
+    for x, bias in (op.inputs, op.inputs[::-1])[: 2 if added else 1]:
+        seen = _seen(bias, scale if added else -scale)
         if seen is not None:
             return _unmasked(x, seen), seen
     return None
 
 
-def _seen(bias: Tensor, sign: int) -> Tensor | None:
-    """Flags that are true where a bias is 0, if it masks everything else."""
+def _seen(bias: Tensor, scale: float) -> Tensor | None:
+    """Flags that are true where a bias is 0, if it masks everything else when multiplied by `scale`."""
     op = op_of(_bare(bias))
     if op.opdef.name == "where":
         flag, numbers = op.inputs[0], [number_of(y) for y in op.inputs[1:]]
-        if numbers[0] == 0 and _hides(numbers[1], sign):
+        if numbers[0] == 0 and _hides(numbers[1], scale):
             return flag
-        return negated(flag) if numbers[1] == 0 and _hides(numbers[0], sign) else None
+        return negated(flag) if numbers[1] == 0 and _hides(numbers[0], scale) else None
     if op.opdef.name == "table":
         array = op.attrs["value"].array
         with bias.graph:
-            whole = ((array == 0) | (sign * array <= HIDING)).all()
+            whole = ((array == 0) | (scale * array <= HIDING)).all()
             return known(array == 0, op.output.shape, "bool") if whole else None
     if op.opdef.name == "multiply":
         for side, factor in (op.inputs, op.inputs[::-1]):
-            if _hides(number_of(factor), sign) and (hidden := _indicated(side)) is not None:
+            if _hides(number_of(factor), scale) and (hidden := _indicated(side)) is not None:
                 return negated(hidden)
     return None
 
 
-def _hides(number: float | None, sign: int) -> bool:
-    return number is not None and lowest(sign * number)
+def _hides(number: float | None, scale: float) -> bool:
+    return number is not None and lowest(scale * number)
 
 
 def _indicated(t: Tensor) -> Tensor | None:

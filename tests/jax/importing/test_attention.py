@@ -211,7 +211,26 @@ def fixed_denominator(x, w):
     return jnp.einsum("bhqk,bkhd->bqhd", e / jax.lax.stop_gradient(e.sum(-1, keepdims=True)), v)
 
 
-NOT_FUSED = [with_bias, capped, without_softmax, masked_afterwards]
+def masked_before_a_small_scale(x, w):
+    q, k, v = qkv(x, w)
+    scores = jnp.where(CAUSAL, jnp.einsum("bqhd,bkhd->bhqk", q, k), -2e4) * 1e-4
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def shown_by_a_negative_scale(x, w):
+    q, k, v = qkv(x, w)
+    scores = (jnp.einsum("bqhd,bkhd->bhqk", q, k) + jnp.where(CAUSAL, 0, -1e9)) * -1
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+NOT_FUSED = [
+    masked_before_a_small_scale,
+    shown_by_a_negative_scale,
+    with_bias,
+    capped,
+    without_softmax,
+    masked_afterwards,
+]
 NOT_FUSED += [fixed_scores, fixed_probabilities, fixed_denominator]
 
 
