@@ -67,7 +67,7 @@ class Engine:
     def matmul(self, a: Array, b: Array, out: Array, operands: OperandCache | None = None) -> None:
         """out[i] = a[i] @ b[i]: float32 products and sums (float64 for float64)."""
         if self.in_order:
-            if out.flags.c_contiguous:
+            if out.flags.c_contiguous and out.dtype == a.dtype:
                 mxu_matmul(a, b, operands=operands, out=out)
             else:
                 np.copyto(out, mxu_matmul(a, b, operands=operands))
