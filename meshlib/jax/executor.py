@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshlib.core.dtypes import BFLOAT16, FLOAT32
+from meshlib.core.dtypes import BFLOAT16
 from meshlib.core.errors import ProgramError
 from meshlib.core.graph import BACKWARD, Operation
 from meshlib.core.opdef import Factor, Halo, Summary
@@ -35,7 +35,7 @@ class Executor(Interpreter[Array, TraceContext]):
         self.context = context
         self._repeats = Repeats()
         self._tied: set[Value] = set()  # updates that the compiler computes in time
-        self._before_cast: dict[Value, Array] = {}  # result of a cast between bfloat16 and float32 -> its operand
+        self._wide: dict[Value, Array] = {}  # result of a cast to bfloat16 -> its operand
 
     def run(self, program: Program, given: Mapping[Value, Array], context: TraceContext) -> dict[Value, Array]:
         """As in the interpreter, with barriers that keep the compiler from merging recomputations."""
@@ -157,10 +157,10 @@ class Executor(Interpreter[Array, TraceContext]):
 
     def compute(self, program: Program, i: Compute, inputs: Sequence[Array], context: TraceContext) -> Sequence[Array]:
         op = i.operation
-        if i.opcode == "cast" and {op.inputs[0].dtype, op.outputs[0].dtype} == {BFLOAT16, FLOAT32}:
-            self._before_cast[i.outputs[0]] = inputs[0]
-        elif op.opdef.reads_part and not i.exchanges and i.inputs[0] in self._before_cast and _is_rather_cast(i):
-            inputs = [self._before_cast[i.inputs[0]], *inputs[1:]]
+        if i.opcode == "cast" and op.outputs[0].dtype is BFLOAT16 and inputs[0].dtype == jnp.float32:
+            self._wide[i.outputs[0]] = inputs[0]
+        elif op.opdef.reads_part and not i.exchanges and i.inputs[0] in self._wide:
+            inputs = [self._wide[i.inputs[0]], *inputs[1:]]  # the result is rounded; XLA would cast a whole table
         if op.opdef.show is not None and len(inputs) > 1:
             context.reported.prints.append(list(inputs[1:]))
         factors = op.opdef.roles(op)
@@ -186,15 +186,6 @@ class Executor(Interpreter[Array, TraceContext]):
             stack.array = row_of(op).local(part, stack.array, *inputs[1:], trip=stack.trip)
             return (lax.dynamic_index_in_dim(stack.array, stack.trip, 0, keepdims=False),)
         return run_row(part, row_of(op).local, inputs)
-
-
-def _is_rather_cast(i: Compute) -> bool:
-    """Whether fewer bytes are stored if the result of a lookup is cast, rather than its table, as planned.
-
-    XLA would store a table that is cast, even if few rows are read, and what is read of a table in float32.
-    """
-    table, result = i.inputs[0], i.outputs[0]
-    return (result.local_size < table.local_size) == (result.tensor.dtype is BFLOAT16)
 
 
 class _Offsets(Mapping[str, Index]):

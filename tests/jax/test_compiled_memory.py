@@ -148,14 +148,3 @@ def test_updates_that_the_plan_has_by_then_are_computed_before_a_large_gradient(
     before, _, _ = str(Step(program, None, False).lowered().as_text()).partition('"stablehlo.scatter"')
     tied = [line for line in before.splitlines() if "stablehlo.optimization_barrier" in line]
     assert any(line.endswith("tensor<8x16xf32>, tensor<16x32xf32>") for line in tied)
-
-
-@pytest.mark.parametrize(("rows", "read"), [(8, "bf16"), (64, "f32")])
-def test_the_smaller_of_a_table_and_what_is_looked_up_is_cast(rows: int, read: str) -> None:
-    table, n, wide = mtf.Dimension("table", rows), mtf.Dimension("n", 32), mtf.Dimension("wide", 16)
-    with mtf.Graph():
-        stored = mtf.input("stored", [table, wide], "bfloat16" if read == "bf16" else "float32")
-        cast = mtf.cast(stored, "float32" if read == "bf16" else "bfloat16")
-        program = mtf.lower({"y": mtf.gather(cast, mtf.input("at", [n], "int32"), table)})
-    text = str(Step(program, None, False).lowered().as_text())
-    assert re.findall(r'"stablehlo.gather".*: \(tensor<\w+x(\w+)>', text) == [read]
