@@ -3,7 +3,8 @@
 A sum left pending by a split costs a reduction of its own. Three identities save some: a factor without the summed dims
 moves out of the sum, which makes it smaller, or equal to an existing one; the sum of added cotangents is the sum of
 their sums; and deviations from a mean sum to zero. The gradient of a batch norm is left with two sums: of the
-cotangent, and of its product with the centred operand.
+cotangent, and of its product with the centred operand. A sum over more dims follows from one over the split dims, which
+may replace another sum of equal size.
 
 Whether that sends less depends on reductions that would have been shared otherwise, so programs with and without it are
 compared (`one_layout`), and only where enough may be saved.
@@ -113,18 +114,34 @@ class _Choice:
                 self.terms.update((y, _substitute(self.totals[y], key[0], follows)) for y in members)
 
     def _sum_in_two_steps(self) -> None:
-        """Derive sums over several dims from a sum over the split ones, if that exists anyway."""
+        """Derive sums over several dims from a sum over the split ones that exists anyway, or can replace another."""
         for key, (y, *others) in list(self.groups.items()):
-            inside = None if others or key in self.used else self._inside_another(y)
+            inside = None if others or key not in self.groups or key in self.used else self._inside_another(y)
             if inside is not None:
                 del self.groups[key]
                 self._use([inside], key[1])
                 self.saved += _bytes(y)
                 self.terms[y] = [inside]
 
+    def _replaces_another(self, total: Sum, where: str) -> bool:
+        """Let a sum replace one of equal size that follows from it."""
+        for key, members in self.groups.items():
+            if key[1] != where or key in self.used or {*key[0].dims} != {*total.dims}:
+                continue
+            follows = self._resolved(key[0], where, {key[0]}, total)
+            if follows and any(total in m.powers for m in follows):
+                del self.groups[key]
+                self.groups[total, where] = []
+                self._use(follows, where)
+                self.terms.update((y, _substitute(self.totals[y], key[0], follows)) for y in members)
+                return True
+        return False
+
     def _join(self) -> None:
         """Let sums of the same product share one reduction, also if that sum is smaller than the results."""
         for key, members in self.groups.items():
+            if not members:
+                continue
             size = members[0].dtype.size_bytes(prod(d.size for d in key[0].dims))
             before = sum(map(_bytes, members))
             if key in self.used or before > size:
@@ -150,7 +167,8 @@ class _Choice:
         inner = next(total.sums, None) if total is not None else None
         if total is None or inner is None or inner in self.totals[y].powers:
             return None
-        return total if self._available(inner, op.region) else None
+        there = self._available(inner, op.region) or self._replaces_another(inner, op.region)
+        return total if there else None
 
     def _available(self, total: Sum, where: str) -> Key | None:
         """The sum as available in a region: its own, or forward's if that is cheap to keep."""
@@ -167,17 +185,18 @@ class _Choice:
             return None if shown or where != BACKWARD else sources
         return sources
 
-    def _resolved(self, total: Sum, where: str, within: set[Sum]) -> list[Monomial] | None:
+    def _resolved(self, total: Sum, where: str, within: set[Sum], new: Sum | None = None) -> list[Monomial] | None:
+        """A sum in terms of existing sums, and possibly of a `new` one."""
         parts = self.algebra.parts(total, where)
         if parts is None:
             return None
         resolved: list[Monomial] = []
         for m in parts:
             inner = next(m.sums, None)
-            if inner is None or (inner not in within and self._available(inner, where)):
+            if inner is None or inner == new or (inner not in within and self._available(inner, where)):
                 resolved.append(m)
                 continue
-            more = None if inner in within else self._resolved(inner, where, {*within, inner})
+            more = None if inner in within else self._resolved(inner, where, {*within, inner}, new)
             if more is None:
                 return None
             resolved += _substitute(m, inner, more)

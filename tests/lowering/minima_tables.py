@@ -45,9 +45,6 @@ THEMES = (
     accumulation,
 )
 
-_SAME_SIZE = {  # a sum would have to be made of another that is as large and not there
-    "instance_norm_of_a_split_length_step",
-}
 _KEPT = {  # what a loop keeps for its gradient is not known to be a product of other things that it keeps
     "batch_norms_kept_in_a_scan_step",
 }
@@ -55,7 +52,7 @@ _DIFFERENCES = {  # a sum of terms is not made of theirs, which might lose digit
     "loss_beside_its_parts",
 }
 
-NOT_YET = _SAME_SIZE | _KEPT | _DIFFERENCES
+NOT_YET = _KEPT | _DIFFERENCES
 
 SAMPLE = (
     "adapter_of_columns_step",
@@ -79,6 +76,7 @@ SAMPLE = (
     "factor_moved_out_of_a_sum",
     "fewer_memory_heads_than_devices_step",
     "gathered_over_two_dims_and_axes",
+    "instance_norm_of_a_split_length_step",
     "mean_cross_entropy_step",
     "neighbourhood_in_split_rows_and_columns",
     "one_hot_in_two_places",
