@@ -125,15 +125,11 @@ class Chip:
             whole(where + name, getattr(self, name), low=1)
         for name in ("year", "sparse_cores_per_chip", "cmem_bytes", "hbm_reserved_bytes", "ici_links"):
             whole(where + name, getattr(self, name))
-        for name in _RATES:
+        for name in (*_RATES, *(name for name in _OPTIONAL if getattr(self, name) is not None)):
             amount(where + name, getattr(self, name), positive=True)
         for name in ("vector_loop_cycles", "ici_bytes_per_second", "ici_hop_seconds", "dcn_hop_seconds", *_LAUNCHES):
             amount(where + name, getattr(self, name))
-        for name in _OPTIONAL:
-            if getattr(self, name) is not None:
-                amount(where + name, getattr(self, name), positive=True)
-        if self.attention_backward_kernels > 2:
-            count = self.attention_backward_kernels
+        if (count := self.attention_backward_kernels) > 2:
             raise HardwareError(f"{where}attention_backward_kernels must be 1 or 2, not {count!r:.80}")
         for name in ("vpu_bf16", "twists"):
             if not isinstance(getattr(self, name), bool):
@@ -163,14 +159,11 @@ class Chip:
                 raise HardwareError(f"{where}the source of {figure} must be a text, not {text!r:.80}")
 
     def _check_relations(self, where: str) -> None:
-        for name in ("pod_shape", *_TILES):
+        for name in ("pod_shape", "not_offered_chips", *_TILES):
             object.__setattr__(self, name, wholes(where + name, getattr(self, name), low=1))
         for name in _TILES:
             if len(getattr(self, name)) != 2:
                 raise HardwareError(f"{where}{name} must be (queries, keys), not {getattr(self, name)}")
-        sizes: object = self.not_offered_chips
-        if not isinstance(sizes, tuple) or sizes:
-            object.__setattr__(self, "not_offered_chips", wholes(where + "not_offered_chips", sizes, low=1))
         boxes: object = self.longer_boxes
         if not isinstance(boxes, tuple):
             raise HardwareError(f"{where}longer_boxes must be boxes ((a, b, c), ...), not {boxes!r:.80}")
@@ -283,8 +276,7 @@ _RATES = (
 )  # fmt: skip
 _LAUNCHES = ("launch_seconds", "collective_launch_seconds")
 _OPTIONAL = (
-    "peak_bf16_flops", "peak_int8_flops", "peak_fp8_flops", "peak_int4_flops",
-    "usd_per_chip_hour", "tdp_watts",
+    "peak_bf16_flops", "peak_int8_flops", "peak_fp8_flops", "peak_int4_flops", "usd_per_chip_hour", "tdp_watts",
 )  # fmt: skip
 _FIELDS = tuple(f.name for f in dataclasses.fields(Chip))
 
