@@ -20,9 +20,6 @@ except PackageNotFoundError:
 if (0, 8) <= jaxlib <= (0, 10):  # which know them; an unknown flag ends the process
     flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 os.environ.setdefault("XLA_FLAGS", " ".join(flags))
-os.environ.setdefault(
-    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0"
-)  # frames that nobody reads, written out for every operation
 
 import gc  # noqa: E402
 

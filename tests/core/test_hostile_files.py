@@ -154,4 +154,4 @@ def test_a_model_of_more_parameters_than_its_file_holds(tmp_path: Path) -> None:
 
 
 def _with_layers(record: dict[str, Any]) -> dict[str, Any]:
-    return {**record["model"], "layers": 100_000_000}
+    return {**record["model"], "layers": 100_000}

@@ -198,5 +198,5 @@ def test_price():
     other = mtf.estimate(program(*TWO_D[:2]), Slice("v3-8", free))
     with pytest.raises(mtf.SliceError, match="no list price of v3"):
         other.usd()
-    with pytest.raises(mtf.MeshlibError, match=r"at least 1, got 60000 and 0"):
+    with pytest.raises(mtf.MeshlibError, match=r"batch must be at least 1, got 0"):
         est.epoch_usd(60_000, 0)
