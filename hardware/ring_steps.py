@@ -80,11 +80,15 @@ class RingRun:
     results: tuple[Array, ...]
 
     def __repr__(self) -> str:
-        return f"<{self.kind} of {len(self.results)} nodes: {len(self.steps) - 1} steps>"
+        return f"<{self.kind} of {len(self.results)} nodes: {self._step_count()}>"
+
+    def _step_count(self) -> str:
+        count = len(self.steps) - 1
+        return f"{count} step{'s' * (count != 1)}"
 
     def __str__(self) -> str:
         nodes = " > ".join(map(str, [*range(len(self.results)), 0]))
-        head = f"{self.kind} on the ring {nodes}: {len(self.steps) - 1} steps."
+        head = f"{self.kind} on the ring {nodes}: {self._step_count()}."
         return "\n\n".join(
             ["\n".join(_wrapped(head, ["* arrived in this step", ". nothing there"])), *map(str, self.steps)]
         )
