@@ -34,7 +34,8 @@ class Executor(Interpreter[Array, TraceContext]):
     def __init__(self, context: TraceContext) -> None:
         self.context = context
         self._repeats = Repeats()
-        self._tied: set[Value] = set()  # updates that the compiler computes in time
+        self._late: list[Value] | None = None  # updates not computed yet, unless the compiler was told to
+        self._large_bytes = 0
         self._wide: dict[Value, Array] = {}  # result of a cast to bfloat16 -> its operand
 
     def run(self, program: Program, given: Mapping[Value, Array], context: TraceContext) -> dict[Value, Array]:
@@ -66,10 +67,12 @@ class Executor(Interpreter[Array, TraceContext]):
         XLA otherwise schedules values needed only at the end of the step, such as the last weights' gradient, after the
         loop, and keeps their larger operands live until then.
         """
+        if program.is_body:
+            return
         i = program.instructions[n]
-        if not isinstance(i, Loop) and not program.is_body:
-            self._updates_before(program, n, values)
-        if not isinstance(i, Loop) or program.is_body:
+        if isinstance(i, Compute):
+            self._updates_before(program, i, values)
+        if not isinstance(i, Loop):
             return
         starts = {name for name, _ in i.carries}
         carried = [x for name, x in zip(i.body.inputs, i.inputs, strict=True) if name in starts][:1]
@@ -79,19 +82,22 @@ class Executor(Interpreter[Array, TraceContext]):
             arrays = lax.optimization_barrier(tuple(values[v] for v in tied))
             values.update(zip(tied, arrays, strict=True))
 
-    def _updates_before(self, program: Program, n: int, values: dict[Value, Array]) -> None:
+    def _updates_before(self, program: Program, i: Compute, values: dict[Value, Array]) -> None:
         """Before a large result outside loops, have the compiler compute the updates that the plan has by then.
 
         Gradients that are updated first would otherwise be held until after it.
         """
-        i = program.instructions[n]
-        if not program.updates or i.operation.region != BACKWARD or not i.inputs:
+        if self._late is None:
+            self._late = [*program.updates.values()]
+            self._large_bytes = sum(v.local_bytes for v in self._late) // _SHARE
+        if not (self._late and i.inputs and i.operation.region == BACKWARD):
             return
-        large = sum(v.local_bytes for v in program.updates.values()) // _SHARE
-        new = [v for v in program.updates.values() if v in values and v not in self._tied]
-        if not isinstance(i, Compute) or i.outputs[0].local_bytes < large or sum(v.local_bytes for v in new) < large:
+        if i.outputs[0].local_bytes < self._large_bytes:
             return
-        self._tied.update(new)
+        new = [v for v in self._late if v in values]
+        if sum(v.local_bytes for v in new) < self._large_bytes:
+            return
+        self._late = [v for v in self._late if v not in values]
         tied = [i.inputs[0], *new]
         arrays = lax.optimization_barrier(tuple(values[v] for v in tied))
         values.update(zip(tied, arrays, strict=True))

@@ -27,9 +27,8 @@ MOST_AXES = 8  # larger meshes: sets of axes are not tabulated
 KINDS = {"sum": 0, "max": 1, "min": 2}
 
 Masks: TypeAlias = Ints  # sets of mesh axes, one bit per axis
-Placement: TypeAlias = tuple[
-    tuple[Axes, ...], Pending
-]  # of a sharding: the axes that split each dim, pending reductions
+# Of a sharding: the axes that split each dim, and pending reductions.
+Placement: TypeAlias = tuple[tuple[Axes, ...], Pending]
 
 
 def distances(placements: Sequence[Sharding], itemsize: float, balance: Balance) -> Floats:

@@ -20,10 +20,10 @@ from meshlib.ops.pointwise.casts import cast
 
 SHORT = ("int4", "int8", "int16", "uint8", "uint16")
 # Primitives whose results may be outside the range of their operands.
-_EXCEEDING = (
+_EXCEEDING = frozenset(
     "abs add add_any conv_general_dilated convert_element_type cumprod cumsum div dot_general integer_pow mul neg not "
     "pow ragged_dot_general random_bits reduce_prod reduce_sum scatter-add scatter_add shift_left shift_right_logical "
-    "square sub"
+    "square sub".split()
 )
 
 
@@ -44,7 +44,7 @@ def in_range(t: Tensor, step: CodeStep) -> Tensor:
     Integers keep their low bits; floats saturate.
     """
     dtype = step.outs[0].dtype
-    if dtype not in SHORT or step.kind not in _EXCEEDING.split() or _widened(step):
+    if dtype not in SHORT or step.kind not in _EXCEEDING or _widened(step):
         return t
     if dtype in NARROW:
         return cast(t, dtype)

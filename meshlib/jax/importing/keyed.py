@@ -34,6 +34,11 @@ class Keyed:
 
     identities: dict[Var, Hashable] = field(default_factory=dict)
     drawn: dict[Hashable, frozenset[str]] = field(default_factory=dict)  # bits -> kinds of their draws
+    _numbers: dict[Hashable, int] = field(default_factory=dict)
+
+    def _number(self, *identity: Hashable) -> int:
+        """A number that stands for an identity: a chain of splits would otherwise hold those of all splits before."""
+        return self._numbers.setdefault(identity, len(self._numbers))
 
     def identity(self, x: Var) -> Hashable:
         """Equal for values that are equal by construction."""
@@ -44,7 +49,8 @@ class Keyed:
             elif maker is None or x.shape or maker.bodies:
                 self.identities[x] = x
             else:
-                self.identities[x] = (maker.kind, x.dtype, str(maker.params), *map(self.identity, maker.ins))
+                operands = map(self.identity, maker.ins)
+                self.identities[x] = self._number(maker.kind, x.dtype, str(maker.params), *operands)
         return self.identities[x]
 
     def identify(self, eqn: Any, own: Sequence[Var], given: Sequence[Var]) -> None:
@@ -70,7 +76,7 @@ class Keyed:
         """Results of a step that reads keys: of an equal one, or of this one, which is added; None if refused."""
         params = () if step.kind.startswith("jit:") else tuple((k, str(v)) for k, v in sorted(step.params.items()))
         types = tuple((out.shape, out.dtype) for out in step.outs)
-        identity = (step.kind, types, params, *map(self.identity, step.ins))
+        identity = self._number(step.kind, types, params, *map(self.identity, step.ins))
         for level in levels:
             if identity in level.keyed:
                 return level.keyed[identity]

@@ -75,8 +75,9 @@ def executed_share(
     0.500000256
     """
     pairs, (rows, columns) = 0, tile
-    for part in range(0, length, rows << 20):  # a million rows of tiles at once
-        start = np.arange(part, min(part + (rows << 20), length), rows)
+    many = rows * max(1, min(1 << 20, 2**62 // memory))  # rows of tiles at once, whose sums are int64
+    for part in range(0, length, many):
+        start = np.arange(part, min(part + many, length), rows)
         stop = np.minimum(start + rows, length)
         low, high = seen_keys(start, stop, memory, causal, window)
         tiles = np.minimum(memory, -(-high // columns) * columns) - low // columns * columns

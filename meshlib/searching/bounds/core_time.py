@@ -28,15 +28,8 @@ from meshlib.searching.bounds.shared_splits import GATHERS, SUMS, Batch, Bools, 
 
 LONG = 1e6  # seconds: of options that an axis does not have
 MOST_TARGETS = 3  # targets of one node that are bounded jointly
-SHARES = (
-    0.95,
-    0.88,
-    0.8,
-    0.65,
-    0.5,
-    0.35,
-    0.25,
-)  # weights of what is owed in means with waits; at the last, both cost alike
+# Weights of what is owed in means with waits; at the last, both cost alike.
+SHARES = (0.95, 0.88, 0.8, 0.65, 0.5, 0.35, 0.25)
 
 
 @dataclass(frozen=True)
