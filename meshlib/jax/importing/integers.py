@@ -20,11 +20,11 @@ from meshlib.ops.pointwise.casts import cast
 
 SHORT = ("int4", "int8", "int16", "uint8", "uint16")
 # Primitives whose results may be outside the range of their operands.
-_EXCEEDING = frozenset(
-    "abs add add_any conv_general_dilated convert_element_type cumprod cumsum div dot_general integer_pow mul neg not "
-    "pow ragged_dot_general random_bits reduce_prod reduce_sum scatter-add scatter_add shift_left shift_right_logical "
-    "square sub".split()
-)
+_EXCEEDING = frozenset([
+    "abs", "add", "add_any", "conv_general_dilated", "convert_element_type", "cumprod", "cumsum", "div", "dot_general",
+    "integer_pow", "mul", "neg", "not", "pow", "ragged_dot_general", "random_bits", "reduce_prod", "reduce_sum",
+    "scatter-add", "scatter_add", "shift_left", "shift_right_logical", "square", "sub",
+])  # fmt: skip
 
 
 def bits_of(dtype: str) -> int:

@@ -123,33 +123,43 @@ class CoreTime:
             if own is not None:
                 times[n] = NodeTimes.of(own)
                 means += times[n].least
-        sent: list[Sent] = []
         exempt = _Exempt(flow, batch)
+        sent = [*self._sent(flow, in_loop, times, exempt)]
+        means += sum((self._least(axis, times, sent) for axis in range(batch.count)), np.zeros_like(means))
+        return Sums(means, hidden + exempt.hidden, last + exempt.last)
+
+    def _sent(self, flow: Flow, in_loop: bool, times: Mapping[int, NodeTimes], exempt: _Exempt) -> Iterator[Sent]:
+        """The collectives of a program or trip, over each axis."""
         for edges in flow.apart:
-            if in_loop and batch.compiler.unrolled_loops:  # the next trip begins before such collectives end
+            if in_loop and self.batch.compiler.unrolled_loops:  # the next trip begins before such collectives end
                 edges = [edge for edge in edges if edge.home is None]
             beside = [edge for edge in edges if edge.beside]
-            sent += [x for edge in beside for x in self._owed(flow, edge, len(beside), exempt)]
-            others = [] if beside else edges  # one collective may serve both
-            sent += [x for axis in range(batch.count) for x in self._others(flow, others, axis, times)]
+            for edge in beside:
+                yield from self._owed(flow, edge, len(beside), exempt)
+            if not beside:  # otherwise one collective may serve both
+                for axis in range(self.batch.count):
+                    yield from self._others(flow, edges, axis, times)
+
+    def _least(self, axis: int, times: Mapping[int, NodeTimes], sent: Sequence[Sent]) -> Floats:
+        """The least sum of what an axis adds to products, and of its collectives, for [share, candidate]."""
+        batch, several = self.batch, self.batch.count > 1
         in_pieces: dict[int, Bools] = {}  # nodes beside which collectives run in pieces, for each candidate
-        for x in sent:
-            if x.longer is not None and x.longer.any():
-                some = np.asarray(x.longer.reshape(count, -1).any(axis=1))
+        for x in sent if several else ():
+            if x.longer is not None:
+                some = np.asarray(x.longer.reshape(len(batch.candidates), -1).any(axis=1))
                 in_pieces.update({n: some | in_pieces.get(n, some) for n in x.scope})
-        for axis in range(batch.count):
-            own_sent = [x for x in sent if x.axis == axis]
-            for number, share in enumerate(SHARES):
-                table, part = Table(count=count), _waiting(share) if batch.count > 1 else 1.0
-                for n, time in times.items():
-                    added = (
-                        1 - (1 - share) * part * in_pieces[n][:, None] if n in in_pieces and batch.count > 1 else 1.0
-                    )
-                    table.add((n,), np.where(time.excesses[axis] < LONG, added * time.excesses[axis], LONG))
-                for x in own_sent:
+        least = []
+        for share in SHARES:
+            table, part = Table(count=len(batch.candidates)), _waiting(share) if several else 1.0
+            for n, time in times.items():
+                counted = 1 - (1 - share) * part * in_pieces[n][:, None] if n in in_pieces else 1.0
+                excess = time.excesses[axis]
+                table.add((n,), np.where(excess < LONG, counted * excess, LONG))
+            for x in sent:
+                if x.axis == axis:
                     table.add(x.scope, x.seconds(share, batch.physics.early_exposed, part))
-                means[number] += table.least()
-        return Sums(means, hidden + exempt.hidden, last + exempt.last)
+            least.append(table.least())
+        return np.array(least)
 
     def _owed(self, flow: Flow, edge: Edge, count: int, exempt: _Exempt) -> Iterator[Sent]:
         """What the collectives on an edge owe, one of `count` edges that they may serve."""
@@ -187,7 +197,7 @@ class CoreTime:
             seconds = seconds / (flow.rivals[edge.target] if batch.count > 1 else 1)
             wire = np.take_along_axis(seconds, kinds.reshape(len(kinds), -1), axis=1).reshape(kinds.shape)
             in_pieces = batch.in_pieces(flow, edge, kinds)
-            longer = np.where(in_pieces, self._longer(edges, edge, axis, times, wire, kinds), 0.0)
+            longer = np.where(in_pieces, self._longer(flow, edges, edge, axis, times, wire, kinds), 0.0)
             np.maximum(either, wire.reshape(place), out=either)
             np.maximum(cut, wire.reshape(place), out=cut)
             np.maximum(longest, longer.reshape(place), out=longest)
@@ -195,15 +205,26 @@ class CoreTime:
         yield Sent(axis, scope, None, np.where(whole, either, 0.0), np.where(whole, 0.0, cut), longest)
 
     def _longer(
-        self, edges: Sequence[Edge], edge: Edge, axis: int, times: Mapping[int, NodeTimes], wire: Floats, kinds: Ints
+        self,
+        flow: Flow,
+        edges: Sequence[Edge],
+        edge: Edge,
+        axis: int,
+        times: Mapping[int, NodeTimes],
+        wire: Floats,
+        kinds: Ints,
     ) -> Floats:
         """By what a collective in pieces is longer than the products beside it: those that read what it gathers, or
         the one whose result it sums."""
         longer, alone = np.zeros(wire.shape), self.batch.count == 1
         source, target = times.get(edge.source), times.get(edge.target)
         if target is not None:
-            others = {e.target for e in edges if e.target in times} - {edge.target}
-            beside = target.least + sum(times[n].least for n in others)
+            others: dict[int, Bools] = {}  # further products, and whether they read what is gathered
+            for e in edges:
+                if e.target in times and e.target != edge.target:
+                    reads = self.batch.sends(flow, e, axis)
+                    others[e.target] = others.get(e.target, reads) | reads
+            beside = target.least + sum(times[n].least * reads for n, reads in others.items())
             excess = target.excesses[axis][:, None, :] if alone else 0.0
             longer = np.where(kinds == GATHERS, wire - np.reshape(beside, (-1, 1, 1)) - excess, longer)
         if source is not None:
