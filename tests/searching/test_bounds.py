@@ -159,11 +159,11 @@ def space_of(problem: SearchProblem, name: str) -> list[Candidate]:
 
 def test_nothing_is_below_its_bound_over_random_networks() -> None:
     count = 0
-    for seed in (112, 160, *range(draws(0, 1000))):
+    for seed in (112, 160, 273, *range(draws(0, 1000))):
         rng = random.Random(seed)
         problem = problem_of(network(seed), (), (), ())
         count += tried(problem, space_of(problem, rng.choice(["v5e-4", "v3-8", "v4-16"])), draws(2, 4), rng)
-    assert count > 1
+    assert count > 2
 
 
 def test_nothing_is_below_its_bound_over_wide_networks() -> None:

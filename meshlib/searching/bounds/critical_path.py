@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from meshlib.searching.bounds.collectives import REDUCE, SCATTER, least_seconds
+from meshlib.searching.bounds.collectives import GATHER, REDUCE, SCATTER, SWAP, least_seconds
 from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow
 from meshlib.searching.bounds.node_splits import KINDS, Floats, Ints, NodeSplits
 
@@ -106,7 +106,8 @@ class CriticalPath:
     def _sent_seconds(self, sizes: Bytes, chosen: Sequence[int]) -> tuple[float, float]:
         """Lower bounds on the seconds sent on an edge: (other collectives, sums).
 
-        The longest of several kinds counts, because one collective may serve them all.
+        The longest of several kinds counts, because one collective may serve them all. The second half of an all_reduce
+        is a gather, which may be one with those over other axes; then the first half alone counts.
         """
 
         def together(axes: Sequence[int], kind: int) -> float:
@@ -129,6 +130,9 @@ class CriticalPath:
                     )
             return least_seconds
 
+        if any(KINDS[kind] in (GATHER, SWAP) for kind in chosen):
+            halves = {KINDS.index(REDUCE): KINDS.index(SCATTER)}
+            chosen = [halves.get(kind, kind) for kind in chosen]
         kinds = {kind: [axis for axis, other in enumerate(chosen) if other == kind] for kind in set(chosen) if kind}
         longest = [0.0, 0.0]
         for kind, axes in kinds.items():
