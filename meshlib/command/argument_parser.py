@@ -46,7 +46,8 @@ class Parser(argparse.ArgumentParser):
     """`argparse.ArgumentParser` that answers unknown commands, options and choices with the nearest valid one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+        super().__init__(*args, **kwargs)
+        self.allow_abbrev = False
         self.commands: dict[str, Parser] = {}
         self.register("action", None, _Once)
         self.register("action", "store", _Once)
