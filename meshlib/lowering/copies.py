@@ -4,7 +4,9 @@ A tensor is produced under one or several *placements* (shardings, pending sums 
 copy serves every use that can be reached from it, and a reshard may start from any copy, so the joint cost is that of a
 cheapest tree. Trees of up to three uses are tabulated exactly (Dreyfus-Wagner over all placements). With more uses, an
 extra variable selects the copies that a region shares, its *hubs*; a use then pays for a reshard from the nearest hub.
-A copy that takes more memory than the assigned sharding serves one region only (forward, backward or update).
+A copy that takes more memory than the assigned sharding serves one region only (forward, backward or update). Where it
+is gathered again for a later region, hubs may have a small copy that was computed from it; trees do not, so they may
+cost more.
 """
 
 from __future__ import annotations
