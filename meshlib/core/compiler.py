@@ -19,7 +19,7 @@ OVERLAPS = ("none", "independent", "collective matmul")
 PARTITIONERS = ("explicit", "gspmd")
 # Collectives that a SparseCore can run: those with a compiler flag of their own.
 OFFLOADED = ("all_gather", "reduce_scatter", "all_reduce")
-_FLAGS = ("stationary_weights", "unrolled_loops", "whole_torus_axes", "slice_jitter")
+_FLAGS = ("stationary_weights", "unrolled_loops", "whole_torus_axes", "slice_jitter", "bias_lookups")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,9 @@ class Compiler:
         4 with AQT's stochastic rounding, 0 with rounding to nearest.
       ragged_tile_width: the grouped-product kernel (`mtf.ragged_dot`) pads larger weights to whole tiles of this many
         inputs and outputs; 0: no padding.
+      bias_lookups: biases of grouped products are looked up row by row, and their gradients added row by row, as
+        MaxText writes them: an instruction of the core for each 128 elements of a row. Otherwise both are grouped
+        products with ones, as `mtf.layers.moe` writes them.
       sparse_core_collectives: kinds of collectives offloaded to SparseCores on chips that have them, of "all_gather",
         "reduce_scatter" and "all_reduce": the TensorCore loses no time to these. Chips without SparseCores run them
         on the TensorCore.
@@ -79,6 +82,7 @@ class Compiler:
     step_overhead_seconds: float = 0.5e-6
     rounding_noise_bytes: int = 0
     ragged_tile_width: int = 1024
+    bias_lookups: bool = False
     sparse_core_collectives: tuple[str, ...] = ()
     partitioner: str = "explicit"
 

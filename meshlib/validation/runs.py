@@ -89,6 +89,13 @@ class Run:
         return self.precision == "int8"
 
     @property
+    def looks_up_biases(self) -> bool:
+        """Whether biases are looked up row by row, as MaxText does with those of experts whose tokens are sorted."""
+        known = known_model(str(self.model.get("name", "")))
+        grouped = self.experts is not None and self.experts.form == "grouped"
+        return self.family.startswith("maxtext") and grouped and known is not None and known.bias
+
+    @property
     def locals(self) -> int:
         """Windowed layers per global layer."""
         return local_layers(self.model)
@@ -332,7 +339,9 @@ def _software(run: Run) -> tuple[str, ...]:
     """Assumptions from the software that runs of its kind use."""
     noise = ("cotangents rounded at random to int8, as AQT does",) if run.noisy else ()
     narrow = run.axis("shard") > 1 and run.precision != "float32" and not run.submission.wide_gradients
-    return (*noise, "sharded weights gathered in bfloat16 (not verified)") if narrow else noise
+    biases = ("biases of experts looked up row by row",) if run.looks_up_biases else ()
+    gathered = ("sharded weights gathered in bfloat16 (not verified)",) if narrow else ()
+    return (*noise, *biases, *gathered)
 
 
 def _policy(row: Row, run: Run) -> tuple[Policy, tuple[str, ...]]:

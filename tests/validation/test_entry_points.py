@@ -41,6 +41,7 @@ def stated(run: Run) -> mtf.Compiler:
         mtf.XLA_TPU,
         unrolled_loops=run.encoder,
         rounding_noise_bytes=4 if run.precision == "int8" else 0,
+        bias_lookups="gpt-oss" in run.name or "gptoss" in run.name,
     )
 
 

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 
 import meshlib as mtf
+from hardware import CHIPS
 from meshlib.estimation import CALIBRATED
 from meshlib.models import preset
 from meshlib.validation.measured import flops_per_token, parameters
 from meshlib.validation.policies import NotExpressed
 from meshlib.validation.runs import run_of
-from meshlib.validation.training import config_of, prepare
+from meshlib.validation.training import compiler_of, config_of, prepare
 from tests.effort import some
 from tests.validation.rows import BY_NAME
 
@@ -85,3 +86,29 @@ def test_what_is_not_stated_is_said() -> None:
         model = {key: value for key, value in row["model"].items() if key != absent}
         with pytest.raises(NotExpressed, match=words):
             run_of({**row, "model": model})
+
+
+def bias_seconds(chip: str, width: int, **changes: bool) -> list[float]:
+    """Vector seconds of 4,096 rows of biases of four experts: their lookup, then their gradient."""
+    rows, e, f = (mtf.Dimension(name, size) for name, size in (("r", 4096), ("e", 4), ("f", width)))
+    with mtf.Graph():
+        biases = mtf.variable("b", [e, mtf.Dimension("one", 1), f], dtype="bfloat16")
+        ones = mtf.input("ones", [rows, mtf.Dimension("one", 1)], "bfloat16")
+        y = mtf.ragged_dot(ones, biases, mtf.input("sizes", [e], "int32"), rows, e)
+        (db,) = mtf.gradients([y], [biases], [mtf.input("dy", [rows, f], "bfloat16")])
+        program = mtf.lower({"y": y, "db": db})
+    est = mtf.estimate(program, f"{chip}-1", replace(mtf.XLA_TPU, **changes))
+    return [row.vpu_seconds for row in est.rows if row.opcode == "ragged_dot"]
+
+
+def test_biases_looked_up_take_a_cycle_for_128_elements() -> None:
+    """libtpu 0.0.42.1 compiles rows of 1,024 numbers for v5e to 9 bundles read and 12 added, of 2,880 to 25 and 27."""
+    cycle = 1 / CHIPS["v5e"].clock_hz
+    for width, registers in ((1024, 8), (2880, 23)):
+        assert bias_seconds("v5e", width, bias_lookups=True) == pytest.approx([4096 * registers * cycle] * 2, rel=1e-2)
+        assert max(bias_seconds("v5e", width)) < 1024 * registers * cycle
+
+
+def test_runs_of_maxtext_look_up_biases_of_experts() -> None:
+    looking = {name for name in PRESETS if compiler_of(run_of(BY_NAME[name])).bias_lookups}
+    assert looking == {"iw-gptoss-64"}

@@ -62,6 +62,7 @@ class Kernel:
       read_bytes: padded bytes read.
       again: for each value in HBM that was used recently: bytes moved since then, its own bytes, and the bytes spared
         if it is still in VMEM.
+      row_registers: registers of 128 lanes in rows that the core reads or adds one by one.
       passes: the compiler's passes over the group, if the group is the whole program.
     """
 
@@ -90,6 +91,7 @@ class Kernel:
     sweeps: int = 0
     read_bytes: int = 0
     again: tuple[tuple[int, int, float], ...] = ()
+    row_registers: int = 0
     passes: Passes | None = None
 
     @cached_property
@@ -98,7 +100,8 @@ class Kernel:
         work = (self.matmuls, self.padded_vpu_ops, self.narrow_vpu_ops, self.padded_bytes)
         narrow = self.quantised_bytes, self.spared_bytes
         here = self.at_hand_bytes, self.at_hand, self.row_bytes, self.sweeps, self.read_bytes
-        return (*work, self.free, self.kept, self.resident, self.attention, *narrow, *here, self.again, self.passes)
+        kept = self.kept, self.resident, self.again
+        return (*work, self.free, *kept, self.attention, *narrow, *here, self.row_registers, self.passes)
 
     @cached_property
     def operand_bytes(self) -> float:

@@ -17,7 +17,7 @@ from meshlib.estimation.work.combined_collectives import combined
 from meshlib.estimation.work.communication import Communication, CompiledCollectives, Network, moves_of
 from meshlib.estimation.work.kernel_passes import passes_of
 from meshlib.estimation.work.kernels import Kernel, forward_names, kernel_of
-from meshlib.estimation.work.products import Quantised, in_ragged_tiles, is_matmul, narrow_values
+from meshlib.estimation.work.products import Quantised, in_ragged_tiles, is_matmul, looked_up_registers, narrow_values
 from meshlib.estimation.work.stored_values import Stored
 from meshlib.estimation.work.units import Unit, UnitPlan
 from meshlib.estimation.work.vmem_reuse import Recent
@@ -179,13 +179,17 @@ class _UnitPlanner:
         return [replace(m, larger_bytes=m.larger_bytes * 8 // wide.bits) for m in moves]
 
     def _in_tiles(self, kernel: Kernel, members: Sequence[Instruction]) -> Kernel:
-        """A kernel whose expert product, if any, is padded to whole weight tiles."""
-        width = self.whole.compiler.ragged_tile_width
-        products = [i for i in members if is_matmul(i)] if width else []
-        if not products:
+        """A kernel whose expert product, if any, is padded to whole weight tiles, or looks up biases."""
+        compiler, product = self.whole.compiler, next(filter(is_matmul, members), None)
+        if product is None:
             return kernel
-        (product,), ((matmul, itemsizes),) = products, kernel.matmuls
-        tiled = in_ragged_tiles(matmul, product, width)
+        registers = looked_up_registers(product) if compiler.bias_lookups else 0
+        if registers:
+            return replace(kernel, matmuls=(), row_registers=registers)
+        if not compiler.ragged_tile_width:
+            return kernel
+        ((matmul, itemsizes),) = kernel.matmuls
+        tiled = in_ragged_tiles(matmul, product, compiler.ragged_tile_width)
         return replace(kernel, matmuls=((tiled, itemsizes),))
 
     def _number(self, value: Value) -> int:

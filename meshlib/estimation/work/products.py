@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 from hardware.core import Matmul
+from hardware.memory import LANES
 from meshlib.core.dtypes import INT4
 from meshlib.core.graph import BACKWARD
 from meshlib.core.opdef import Kind, Product, Scores
@@ -124,6 +125,15 @@ def in_ragged_tiles(matmul: Matmul, product: Compute, width: int) -> Matmul:
         if names and set(names) <= set(weight) and getattr(matmul, size) > width
     }
     return replace(matmul, **tiled)
+
+
+def looked_up_registers(product: Compute) -> int:
+    """Registers of the rows that a grouped product with ones selects, or adds up, such as biases; 0 for others."""
+    p = _product_of(product)
+    rows = p.contracted if p.groups_summed else p.rows
+    if "filled" not in product.operation.attrs or (p.rows if p.groups_summed else p.contracted) > 1:
+        return 0
+    return p.batch * rows * -(-p.columns // LANES)
 
 
 def mxu_dtype(product: Compute) -> str:

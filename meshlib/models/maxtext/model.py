@@ -142,6 +142,11 @@ def noise_bytes(s: Settings) -> int:
     return NOISE_BYTES if s["quantization"] == "int8" and s.values.get("use_qwix_quantization") is not True else 0
 
 
+def looks_up_biases(config: TransformerConfig) -> bool:
+    """Whether MaxText looks biases up row by row: those of experts whose tokens are sorted."""
+    return config.bias and config.experts is not None and config.experts.form == "grouped"
+
+
 def _kernel(s: Settings) -> str:
     """The attention kernel."""
     kernels = KERNELS if s.serving is None else SERVING_KERNELS

@@ -19,7 +19,7 @@ from meshlib.models.config import TransformerConfig
 from meshlib.models.maxtext.kernels import chip_of
 from meshlib.models.maxtext.keys import PARTS
 from meshlib.models.maxtext.mesh import AxisSizes, axes_of
-from meshlib.models.maxtext.model import config_of, noise_bytes
+from meshlib.models.maxtext.model import config_of, looks_up_biases, noise_bytes
 from meshlib.models.maxtext.optimizer import clipping_norm, optimizer_of
 from meshlib.models.maxtext.remat import remat_of
 from meshlib.models.maxtext.rules import Translation, translated
@@ -235,9 +235,10 @@ class MaxTextRun:
             s.fail("num_vocab_tiling", f"must divide max_target_length: {self.length} % {blocks} = {rest}")
 
     def compiler(self, compiler: Compiler = XLA_TPU) -> Compiler:
-        """The compiler record, with the random bits that its quantisation reads."""
-        noise = noise_bytes(self.settings)
-        return replace(compiler, rounding_noise_bytes=noise) if noise else compiler
+        """The compiler record, with the random bits that its quantisation reads, and how it adds biases of experts."""
+        noise = noise_bytes(self.settings) or compiler.rounding_noise_bytes
+        lookups = looks_up_biases(self.config) or compiler.bias_lookups
+        return replace(compiler, rounding_noise_bytes=noise, bias_lookups=lookups)
 
     def program(self, slice: str | Slice, compiler: Compiler = XLA_TPU) -> Program:
         """The lowered training step on a slice.
