@@ -69,23 +69,27 @@ def _all_reduce(step: Step, x: Array, context: TraceContext) -> Array:
 
 
 def _reduce_scatter(step: Step, x: Array, context: TraceContext) -> Array:
-    """This device's block of a reduction; the dims on either side of the scattered one are merged for the transfer.
+    """This device's block of a reduction.
 
-    XLA otherwise lays out gradients of heads with the scattered dim in the lanes, which it can only cut at whole tiles,
-    and makes an all-reduce and a slice instead.
+    The TPU compiler makes an all-reduce and a slice, twice the bytes, of a scatter along lanes whose blocks are no even
+    number of tiles, or along rows that fill none. Such blocks are sent as rows of full tiles. Dims on either side of
+    the scattered one are merged, and dropped if they are 1: the compiler scatters the second dim of matrices alone.
     """
-    axes, dim, reduction = step.axes, _dim(step), _reduction(step)
-    count = context.mesh.group_size(axes)
-    if reduction == "sum":
-        stages = scatter_stages(context.mesh, axes, context.platform) if x.nbytes >= STAGED_BYTES else [(axes, None)]
-        before, size, after = x.shape[:dim], x.shape[dim], x.shape[dim + 1 :]
-        flat = x.reshape(*([prod(before)] if before else []), size, *([prod(after)] if after else []))
-        for axis, groups in stages:
-            flat = lax.psum_scatter(flat, axis, scatter_dimension=min(dim, 1), tiled=True, axis_index_groups=groups)
-        return flat.reshape(*before, size // count, *after)
-    # JAX scatters sums alone. Each device's part is sent to its owner, which reduces it: the same bytes.
-    parts = x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
-    return _LOCAL[reduction](lax.all_to_all(parts, axes, dim, dim), axis=dim)
+    axes, dim, count = step.axes, _dim(step), context.mesh.group_size(step.axes)
+    before, block, after = x.shape[:dim], x.shape[dim] // count, x.shape[dim + 1 :]
+    if _reduction(step) != "sum":
+        # JAX scatters sums alone. Each device's part is sent to its owner, which reduces it: the same bytes.
+        parts = x.reshape(*before, count, block, *after)
+        return _LOCAL[_reduction(step)](lax.all_to_all(parts, axes, dim, dim), axis=dim)
+    on_tpu = context.platform == "tpu" and x.nbytes >= STAGED_BYTES
+    if on_tpu and block % (2 * _LANES) and x.size // count % (8 * _LANES) == 0:
+        flat, at = jnp.moveaxis(x.reshape(*before, count, block, *after), dim, 0).reshape(-1, _LANES), 0
+    else:
+        sizes = ([prod(before)] if prod(before) > 1 else []), ([prod(after)] if prod(after) > 1 else [])
+        flat, at = x.reshape(*sizes[0], block * count, *sizes[1]), len(sizes[0])
+    for axis, groups in scatter_stages(context.mesh, axes) if on_tpu else [(axes, None)]:
+        flat = lax.psum_scatter(flat, axis, scatter_dimension=at, tiled=True, axis_index_groups=groups)
+    return flat.reshape(*before, block, *after)
 
 
 def _all_to_all(step: Step, x: Array, context: TraceContext) -> Array:
@@ -119,21 +123,22 @@ EMITTED: dict[str, Callable[[Step, Array, TraceContext], Array]] = {
     "mask": _mask,
 }
 STAGED_BYTES = 1 << 16  # below this, launching a second collective costs more than the bytes saved
+_LANES = 128  # elements of a tile's row on a TPU; a tile has eight rows
 Stage = tuple[tuple[str, ...], list[list[int]] | None]
 
 
-def scatter_stages(mesh: Mesh, axes: tuple[str, ...], platform: str) -> list[Stage]:
-    """The consecutive psum_scatters of a sum over `axes`: (axes, groups of positions along one axis, or None).
+def scatter_stages(mesh: Mesh, axes: tuple[str, ...]) -> list[Stage]:
+    """The consecutive psum_scatters of a sum over `axes` on TPUs: (axes, groups of positions along one axis, or None).
 
     The TPU compiler makes an all-reduce and a slice of a scatter over all devices of a program, which sends twice the
     bytes. Over a part of them it scatters, and two stages send together what one would.
 
-    >>> scatter_stages(Mesh("x:4"), ("x",), "tpu")
+    >>> scatter_stages(Mesh("x:4"), ("x",))
     [(('x',), [[0, 2], [1, 3]]), (('x',), [[0, 1], [2, 3]])]
-    >>> scatter_stages(Mesh("x:4;y:2"), ("x",), "tpu"), scatter_stages(Mesh("x:4"), ("x",), "cpu")
-    ([(('x',), None)], [(('x',), None)])
+    >>> scatter_stages(Mesh("x:4;y:2"), ("x",))
+    [(('x',), None)]
     """
-    if platform != "tpu" or mesh.group_size(axes) < mesh.size:
+    if mesh.group_size(axes) < mesh.size:
         return [(axes, None)]
     long = tuple(a for a in axes if mesh.axis_size(a) > 1)
     if len(long) > 1:

@@ -330,7 +330,7 @@ def test_scatters_in_stages_give_each_device_its_block(mesh: str, axes: tuple[st
     blocks = rng.integers(-9, 9, (m.size, 2 * n))
     wanted = blocks.sum(0).reshape(n, 2)
     held = [blocks[d] for d in range(m.size)]
-    for over, groups in scatter_stages(m, axes, "tpu"):
+    for over, groups in scatter_stages(m, axes):
         place = {}
         for group in m.groups(over):
             for members in groups or [list(range(len(group)))]:

@@ -148,3 +148,29 @@ def test_updates_that_the_plan_has_by_then_are_computed_before_a_large_gradient(
     before, _, _ = str(Step(program, None, False).lowered().as_text()).partition('"stablehlo.scatter"')
     tied = [line for line in before.splitlines() if "stablehlo.optimization_barrier" in line]
     assert any(line.endswith("tensor<8x16xf32>, tensor<16x32xf32>") for line in tied)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sent"),
+    [
+        ("c:4;r:8192", [(256, 128), (128, 128)]),  # rows that fill no tile
+        ("r:256;c:512", [(1024, 128), (512, 128)]),  # a column of tiles for each device
+        ("r:64;c:1024", [(64, 1024), (64, 512)]),
+        ("r:1;c:1024;q:64", [(1024, 64), (512, 64)]),  # a matrix, whatever dims of size 1 it has
+        ("a:3;c:12;b:1000", [(3, 12, 1000), (3, 6, 1000)]),  # blocks that fill no whole tiles
+    ],
+    ids=["rows", "columns", "whole", "dim of 1", "other sizes"],
+)
+def test_large_scatters_on_tpus_send_whole_tiles(
+    sizes: str, sent: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over all four devices of a mesh, in two stages; the blocks add up to the sum."""
+    monkeypatch.setattr(step, "platform_of", lambda mesh: "tpu")
+    with mtf.Graph():
+        x = mtf.input("x", f"k:8;{sizes}")
+        program = mtf.lower({"y": mtf.reduce_sum(x, output_shape=sizes)}, mesh="p:4", layout="k:p;c:p?")
+    given = np.random.default_rng(0).integers(-9, 9, x.shape.sizes).astype(np.float32)
+    text = str(Step(program, None, False).lowered().as_text())
+    scatters = re.findall(r"stablehlo.reduce_scatter.*?\}\) : \(tensor<([0-9x]+)xf", text, re.DOTALL)
+    assert [tuple(map(int, shape.split("x"))) for shape in scatters] == sent
+    np.testing.assert_array_equal(mtf.on_jax(program, checked=False).step(x=given)["y"], given.sum(0))

@@ -62,10 +62,10 @@ def scope_in(path: str, known: Mapping[str, object]) -> str | None:
     >>> known = dict.fromkeys(["layers/scan/add", "add", "all_reduce:add"])
     >>> scope_in("jit(f)/shard_map/layers/scan/add/while/body/all_reduce:add/psum", known)
     'all_reduce:add'
-    >>> scope_in("jit(f)/shard_map/layers/scan/add/add", known)
+    >>> scope_in("jit(f)/shard_map/layers/scan/add/reshape;add/mul", known)  # of two operations that became one
     'layers/scan/add'
     """
-    parts = path.split("/")[:-1]  # the last part is JAX's primitive
+    parts = path.partition(";")[0].split("/")[:-1]  # the last part is JAX's primitive
     scope, begin = None, 0
     while begin < len(parts):
         fits = (end for end in range(len(parts), begin, -1) if "/".join(parts[begin:end]) in known)
