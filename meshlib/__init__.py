@@ -244,6 +244,7 @@ if _TYPE_CHECKING:
     from meshlib.ops.pointwise.unary import expm1 as expm1
     from meshlib.ops.pointwise.unary import floor as floor
     from meshlib.ops.pointwise.unary import log as log
+    from meshlib.ops.pointwise.unary import log1p as log1p
     from meshlib.ops.pointwise.unary import logical_not as logical_not
     from meshlib.ops.pointwise.unary import negative as negative
     from meshlib.ops.pointwise.unary import reciprocal as reciprocal

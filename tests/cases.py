@@ -1225,6 +1225,7 @@ for _op, _variant, _build, _function in (
         lambda x: x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
     ),
     ("expm1", "plain", lambda x: mtf.expm1(x), lambda x: np.exp(x) - 1),
+    ("log1p", "plain", lambda x: mtf.log1p(mtf.square(x)), lambda x: np.log(1 + x * x)),
     ("expm1", "elu", lambda x: mtf.elu(x), _elu),
     (
         "expm1",
@@ -1244,6 +1245,7 @@ for _op, _variant, _build, _function in (
 for _op, _variant, _build, _given, _function in (
     ("erf", "far out", lambda x: mtf.erf(x), [-40.0, -2e-9, 5.9, 700.0], _erf),
     ("expm1", "near 0", lambda x: mtf.expm1(x) * 2.0**40, [-(2.0**-40), 2.0**-44, 0, 2.0**-42], lambda x: x * 2.0**40),
+    ("log1p", "near 0", lambda x: mtf.log1p(x) * 2.0**40, [-(2.0**-40), 2.0**-44, 0, 2.0**-42], lambda x: x * 2.0**40),
     ("expm1", "elu far out", lambda x: mtf.elu(x), [-900.0, -40.0, 0, 800.0], lambda x: np.where(x > 0, x, np.sign(x))),
     ("softplus", "far out", lambda x: mtf.softplus(x), [-900.0, -60, 60.0, 800.0], lambda x: np.maximum(x, 0)),
     ("floor", "halves", lambda x: mtf.floor(x), [-1.5, -0.25, 0.5, 2.0], lambda x: np.array([-2, -1, 0, 2])),
@@ -1251,7 +1253,7 @@ for _op, _variant, _build, _given, _function in (
     ("round", "halves", lambda x: mtf.round(x), [-1.5, -0.5, 0.5, 2.5], lambda x: np.array([-2, 0, 0, 2])),
 ):
     _values = Input(Shape("a:4"), lambda rng, shape, v=_given: np.array(v))
-    row(_op, _variant, {"x": _values}, lambda f, x, g=_build: g(x), _function, None if _op[0] in "es" else "")
+    row(_op, _variant, {"x": _values}, lambda f, x, g=_build: g(x), _function, None if _op[0] in "els" else "")
 
 for _name, _function in (
     ("floor", lambda x: -(-x // 1) - (x % 1 > 0)),

@@ -46,6 +46,7 @@ from meshlib.ops.pointwise.unary import (
     expm1,
     floor,
     log,
+    log1p,
     logical_not,
     negative,
     reciprocal,
@@ -88,10 +89,6 @@ def _folding(function: Function | None) -> Function | None:
 # ---------------------------------------------------------------- unary
 
 
-def _log1p(x: Tensor) -> Tensor:
-    return log(x + 1.0)
-
-
 def _power(x: Tensor, y: int) -> Tensor:
     """Integer powers by repeated multiplication, as in XLA."""
     if y < 0:
@@ -121,7 +118,7 @@ _UNARY: tuple[_Row, ...] = (
     ("exp", exp, np.exp),
     ("exp2", lambda x: exp(x * math.log(2)), np.exp2),
     ("log", log, np.log),
-    ("log1p", _log1p, np.log1p),
+    ("log1p", log1p, np.log1p),
     ("expm1", expm1, np.expm1),
     ("sqrt", sqrt, np.sqrt),
     ("rsqrt", rsqrt, lambda x: 1 / np.sqrt(x)),
@@ -130,11 +127,10 @@ _UNARY: tuple[_Row, ...] = (
     ("tanh", tanh, np.tanh),
     ("logistic", sigmoid, lambda x: 1 / (1 + np.exp(-x))),
     ("erf", erf, np.vectorize(math.erf, otypes=[float])),
-    ("erfc", lambda x: subtract(1.0, erf(x)), None),
     ("sin", sin, np.sin),
     ("cos", cos, np.cos),
     ("tan", lambda x: divide(sin(x), cos(x)), np.tan),
-    ("sinh", lambda x: (exp(x) - exp(negative(x))) * 0.5, np.sinh),
+    ("sinh", lambda x: (expm1(x) - expm1(negative(x))) * 0.5, np.sinh),
     ("cosh", lambda x: (exp(x) + exp(negative(x))) * 0.5, np.cosh),
     ("abs", abs, np.abs),
     ("sign", sign, np.sign),

@@ -44,6 +44,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "less": jnp.less,
     "less_equal": jnp.less_equal,
     "log": jnp.log,
+    "log1p": jnp.log1p,
     "logical_and": jnp.logical_and,
     "logical_not": jnp.logical_not,
     "logical_or": jnp.logical_or,

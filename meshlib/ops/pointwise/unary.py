@@ -95,6 +95,7 @@ reciprocal = _curve(
     "reciprocal", "1 / x", np.reciprocal, lambda x, y, dy: -(dy * y * y), form=lambda op: PowerProduct((-1,))
 )
 expm1 = _curve("expm1", "exp(x) - 1, exact for small x too", np.expm1, lambda x, y, dy: dy * (y + 1.0))
+log1p = _curve("log1p", "log(1 + x), exact for small x too", np.log1p, lambda x, y, dy: dy / (x + 1.0))
 erf = unary(
     "erf",
     "Error function, 2 / sqrt(pi) times the integral of exp(-t^2) from 0 to x",

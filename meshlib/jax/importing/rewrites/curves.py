@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -52,11 +53,25 @@ def _asinh(x: Any) -> Any:
 
 
 def _acosh(x: Any) -> Any:
-    return lax.log(x + lax.sqrt((x - 1) * (x + 1)))
+    return lax.log1p(x - 1 + lax.sqrt((x - 1) * (x + 1)))
 
 
 def _atanh(x: Any) -> Any:
     return 0.5 * (lax.log1p(x) - lax.log1p(-x))
+
+
+def _complement(x: Any) -> Any:
+    """1 - erf(x), exact for large x too (W. H. Press et al., Numerical Recipes, section 6.2)."""
+    size = lax.abs(x)
+    t = 1 / (1 + 0.5 * size)
+    exponent = _polynomial(t, (0.17087277, -0.82215223, 1.48851587, -1.13520398, 0.27886807, -0.18628806, 0.09678418,
+                               0.37409196, 1.00002368, -1.26551223))  # fmt: skip
+    tail = t * lax.exp(exponent - size * size)
+    return jnp.where(size < 0.5, 1 - lax.erf(x), jnp.where(x < 0, 2 - tail, tail))
+
+
+_erfc = jax.custom_jvp(_complement)
+_erfc.defjvp(lambda xs, dxs: (_erfc(*xs), -2 / math.sqrt(math.pi) * lax.exp(-xs[0] * xs[0]) * dxs[0]))
 
 
 def _erf_inv(x: Any) -> Any:
@@ -111,7 +126,7 @@ def _digamma(x: Any) -> Any:
 
 _CURVES: dict[str, Function] = {
     "atan": _atan, "atan2": _atan2, "asin": _asin, "acos": _acos, "asinh": _asinh, "acosh": _acosh, "atanh": _atanh,
-    "erf_inv": _erf_inv, "lgamma": _lgamma, "digamma": _digamma,
+    "erfc": _erfc, "erf_inv": _erf_inv, "lgamma": _lgamma, "digamma": _digamma,
 }  # fmt: skip
 
 
