@@ -1,11 +1,11 @@
 """Derivative rules of `jax.custom_jvp` and `jax.custom_vjp`: the calls that are imported with their rule.
 
-The library differentiates imported programs itself, from the forward that JAX traced. That is right where a rule is the
-derivative of the forward, written down for speed or precision, as JAX's own rules are (relu, logaddexp, xlogy, ...).
-Any other rule may be another function on purpose: a straight-through estimator, a clipped or reversed gradient, a
-surrogate slope. Calls with such rules are imported with them, see `meshlib.jax.importing.ruled`. A rule is JAX's own if
-all Python functions that it is made of are defined in JAX's files; `jax.custom_gradient` and `defjvps` wrap functions
-of the user's in some of JAX's, which keep these in their closures.
+The library differentiates imported programs itself, from the forward that JAX traced. A rule may be another function on
+purpose: a straight-through estimator, a clipped or reversed gradient, a surrogate slope. JAX's own rules are
+derivatives at kinks and limits too, where the forward is made of maxima and selections (logaddexp, xlogy). So calls are
+imported with their rules, see `meshlib.jax.importing.ruled`, apart from two of JAX's. A rule is JAX's own if all Python
+functions that it is made of are defined in JAX's files; `jax.custom_gradient` and `defjvps` wrap functions of the
+user's in some of JAX's, which keep these in their closures.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ DECORATORS = ("custom_jvp_call", "custom_vjp_call")
 _JAX = os.path.dirname(jax.__file__) + os.sep
 _EXPERIMENTAL = os.path.join(_JAX, "experimental", "")  # such as odeint, whose rule solves another equation
 _FORWARD = ("call_jaxpr", "fun_jaxpr")
+# JAX's functions whose rule is the derivative of their forward everywhere.
+_DERIVATIVES = ("relu", "_softmax")
 # Calls that define their transpose, `jax.custom_derivatives.linear_call` and `lax.custom_linear_solve`, and those that
 # JAX differentiates by a formula, because the loop over columns that implements them here would save every trip.
 _ALWAYS = ("linear_call", "custom_linear_solve", "cholesky", "triangular_solve", "lu")
@@ -37,7 +39,9 @@ def has_own_rule(eqn: Any) -> bool:
     if name.removesuffix("_jaxpr") not in DECORATORS:
         return False
     rule = [value for key, value in eqn.params.items() if key not in _FORWARD]
-    return any(not _of_jax(f.__code__.co_filename) for f in _functions(rule))
+    if any(not _of_jax(f.__code__.co_filename) for f in _functions(rule)):
+        return True
+    return named(eqn).partition(" ")[0] not in _DERIVATIVES
 
 
 def _functions(rule: Any) -> Iterator[FunctionType]:

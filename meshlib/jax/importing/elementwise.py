@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from meshlib.jax.importing.integers import bits_of
 from meshlib.jax.importing.masks import condition_of
 from meshlib.jax.importing.table import Operand, rule, same_axes
 from meshlib.jax.importing.writing import StepWriter
+from meshlib.ops.control.custom_gradients import gradient_of_residuals
 from meshlib.ops.pointwise.binary import (
     add,
     divide,
@@ -35,6 +36,7 @@ from meshlib.ops.pointwise.binary import (
     subtract,
 )
 from meshlib.ops.pointwise.casts import cast
+from meshlib.ops.pointwise.elementwise import reduce_to
 from meshlib.ops.pointwise.logic import logical_xor
 from meshlib.ops.pointwise.selection import where
 from meshlib.ops.pointwise.unary import (
@@ -86,6 +88,41 @@ def _folding(function: Function | None) -> Function | None:
     return fold
 
 
+def _kinked(function: Function, *cotangents: Function) -> Function:
+    """`function` with JAX's gradient where it has a kink; `cotangents(dy, *operands)` are those of the operands."""
+
+    def write(*xs: Operand) -> Operand:
+        tensors = [x for x in xs if isinstance(x, Tensor)]
+        if not tensors or not tensors[0].dtype.is_float:
+            result: Operand = function(*xs)
+            return result
+
+        def operands(given: Sequence[Tensor]) -> list[Operand]:
+            rest = iter(given)
+            return [next(rest) if isinstance(x, Tensor) else x for x in xs]
+
+        def gradient(given: Sequence[Tensor], dys: Sequence[Tensor | None]) -> list[Tensor | None]:
+            full, (dy,) = operands(given), dys
+            return [
+                None if dy is None else reduce_to(cotangent(dy, *full), x.shape)
+                for cotangent, x in zip(cotangents, full, strict=True)
+                if isinstance(x, Tensor)
+            ]
+
+        return gradient_of_residuals(lambda *given: ([function(*operands(given))], given), gradient, tensors)[0]
+
+    return write
+
+
+def _swapped(cotangent: Function) -> Function:
+    return lambda dy, x, y: cotangent(dy, y, x)
+
+
+def _share(inner: Function) -> Function:
+    """Cotangent of the first operand of a maximum or minimum, which equal operands share; `inner`: whether it wins."""
+    return lambda dy, x, y: where(inner(x, y), dy, where(equal(x, y), dy * 0.5, 0.0))
+
+
 # ---------------------------------------------------------------- unary
 
 
@@ -132,7 +169,7 @@ _UNARY: tuple[_Row, ...] = (
     ("tan", lambda x: divide(sin(x), cos(x)), np.tan),
     ("sinh", lambda x: (expm1(x) - expm1(negative(x))) * 0.5, np.sinh),
     ("cosh", lambda x: (exp(x) + exp(negative(x))) * 0.5, np.cosh),
-    ("abs", abs, np.abs),
+    ("abs", _kinked(abs, lambda dy, x: where(less(x, 0), negative(dy), dy)), np.abs),
     ("sign", sign, np.sign),
     ("floor", floor, np.floor),
     ("ceil", ceil, np.ceil),
@@ -185,7 +222,10 @@ def _remainder(x: Operand, y: Operand) -> Operand:
     """The remainder of a truncating division, which has the sign of x."""
     if isinstance(x, Tensor) and x.dtype is INT32:
         return x - multiply(_quotient(x, y), y)
-    return multiply(_sign(x), mod(_abs(x), _abs(y)))
+    size = _abs(y)
+    if not isinstance(x, Tensor):
+        return multiply(_sign(x), mod(_abs(x), size))
+    return where(less(x, 0), negative(mod(negative(x), size)), mod(x, size))
 
 
 def _sign(x: Operand) -> Operand:
@@ -200,8 +240,8 @@ def _abs(x: Operand) -> Operand:
 
 def _pow(w: StepWriter, step: CodeStep) -> Operand:
     x, y = w.operands(step)
-    if _is(y, 2):
-        return square(x) if isinstance(x, Tensor) else x * x
+    if isinstance(x, Tensor) and (_is(y, 0) or _is(y, 2)):
+        return _power(x, step.ins[1].number)
     # The exponent may be an integer, which the library treats like any number.
     y = cast(y, DTYPES[step.outs[0].dtype]) if isinstance(y, Tensor) else y
     power: Tensor = pow(x, y)
@@ -300,8 +340,8 @@ _BINARY: tuple[_Row, ...] = (
     ("mul", _neutral(multiply, 1), np.multiply),
     ("div", _quotient, lambda x, y: x / y if x.dtype.kind not in "iu" else np.trunc(x / y)),
     ("rem", _remainder, np.fmod),
-    ("max", _neutral(maximum, -math.inf), np.maximum),
-    ("min", _neutral(minimum, math.inf), np.minimum),
+    ("max", _neutral(_kinked(maximum, _share(greater), _swapped(_share(greater))), -math.inf), np.maximum),
+    ("min", _neutral(_kinked(minimum, _share(less), _swapped(_share(less))), math.inf), np.minimum),
     ("lt", _compared(less, np.less), np.less),
     ("le", _compared(less_equal, np.less_equal), np.less_equal),
     ("gt", _compared(greater, np.greater), np.greater),
@@ -367,9 +407,16 @@ rule(
 
 def _clamp(w: StepWriter, step: CodeStep) -> Tensor:
     low, x, high = w.operands(step)
-    return minimum(maximum(x, low), high)
+    clamped: Tensor = _clamped(low, x, high)
+    return clamped
 
 
+_clamped = _kinked(
+    lambda low, x, high: minimum(maximum(x, low), high),
+    lambda dy, low, x, high: where(greater(low, x), dy, 0.0),
+    lambda dy, low, x, high: where(_both(greater(x, low), less(x, high)), dy, 0.0),
+    lambda dy, low, x, high: where(greater(x, high), dy, 0.0),
+)
 rule(
     "clamp",
     axes=same_axes,

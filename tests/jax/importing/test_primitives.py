@@ -174,6 +174,48 @@ def test_values_and_gradients(name):
 # ---------------------------------------------------------------- random numbers
 
 
+# Kinks and ties, where each function has a gradient by JAX's own rule.
+AT_KINKS = {
+    "maximum": (lambda x: jnp.maximum(x, 0), [0, 1]),
+    "minimum": (lambda x: jnp.minimum(x, x[::-1]), [2, 2]),
+    "clip": (lambda x: jnp.clip(x, 0, 1), [0, 1, 0.5]),
+    "clamp": (lambda x: lax.clamp(0.0, x, 1.0), [0, 1, 0.5]),
+    "abs": (jnp.abs, [0, -1]),
+    "softplus": (jax.nn.softplus, [0, 1]),
+    "log_sigmoid": (jax.nn.log_sigmoid, [0, 1]),
+    "logaddexp": (lambda x: jnp.logaddexp(x, x[::-1]), [2, 2]),
+    "relu6": (jax.nn.relu6, [0, 6]),
+    "celu": (jax.nn.celu, [0, 1]),
+    "hard_sigmoid": (jax.nn.hard_sigmoid, [-3, 3]),
+    "xlogy": (lambda x: jax.scipy.special.xlogy(x, x + 2), [0, 1]),
+    "cummax": (lambda x: lax.cummax(x), [1, 2, 2, 0]),
+    "fmod": (lambda x: jnp.fmod(x, 3.0), [0, -2, 2]),
+    "power": (lambda x: x**1.0 + x**2.0, [0, 1]),
+    "hinge": (lambda x: jnp.maximum(0, 1 - x), [1, 2]),
+}
+# Arguments at which a formula by other functions would lose all digits.
+FAR_AND_NEAR = {
+    "log1p": (jnp.log1p, 1e-8),
+    "expm1": (jnp.expm1, 1e-8),
+    "sinh": (jnp.sinh, 1e-6),
+    "erfc": (jax.scipy.special.erfc, 6.0),
+    "log_ndtr": (jax.scipy.special.log_ndtr, -8.0),
+    "acosh": (jnp.arccosh, 1.0001),
+}
+
+
+@pytest.mark.parametrize("table", [AT_KINKS, FAR_AND_NEAR], ids=["kinks", "far and near"])
+def test_values_and_gradients_at(table):
+    params = {name: np.asarray(x, np.float32) for name, (_, x) in table.items()}
+    sizes = {name: float(np.abs(table[name][0](x)).max()) or 1.0 for name, x in params.items()}
+
+    def each(params):
+        results = {name: jnp.sum(table[name][0](x)) / sizes[name] for name, x in params.items()}
+        return [sum(results.values()), results]
+
+    compared(each, params, loss_close=1e-5)
+
+
 def test_draws_are_the_librarys():
     def drop(x, key):
         a, b = jax.random.split(key)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -41,9 +42,16 @@ def _highest(dtype: Any) -> Any:
     return np.array(np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max, dtype)
 
 
+def _to_first(join: Function, before: Function) -> Any:
+    """The larger or smaller of two values, with the gradient to the first if they are equal."""
+    function = jax.custom_jvp(join)
+    function.defjvp(lambda xs, dxs: (join(*xs), jnp.where(before(*xs), *dxs)))
+    return function
+
+
 _REDUCTIONS: dict[str, tuple[Any, Any]] = {
-    "reduce_window_max": (lax.max, _lowest),
-    "reduce_window_min": (lax.min, _highest),
+    "reduce_window_max": (_to_first(lax.max, lax.ge), _lowest),
+    "reduce_window_min": (_to_first(lax.min, lax.le), _highest),
     "reduce_window_sum": (lax.add, lambda dtype: np.zeros((), dtype)),
 }
 
@@ -57,8 +65,7 @@ def _windows(step: CodeStep) -> Function | None:
     def run(x: Any) -> Any:
         value = neutral(x.dtype)
         x = lax.pad(x, value, [(0, 0, int(n) - 1) for n in spread])
-        # Axis by axis and element by element: `maximum` gives its gradient to the first of equal operands, and so to
-        # the first maximum in row-major order, as JAX does.
+        # Axis by axis and element by element: the first maximum in row-major order gets the gradient, as in JAX.
         for n in reversed(range(x.ndim)):
             size, stride, apart = int(windows[n]), int(strides[n]), int(between[n])
             before, after = map(int, p["padding"][n])
