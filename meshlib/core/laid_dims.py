@@ -31,6 +31,10 @@ class SizePlan(ABC):
         """The name of a dim once the layout is known."""
         return name
 
+    def simplest(self, dim: LaidDimension) -> LaidDimension:
+        """The dim that `dim` is in the plan as it is, where two parts of it are one."""
+        return dim
+
     @property
     def note(self) -> str:
         """A note on the cost of its sizes under a layout; empty without one."""
@@ -58,7 +62,9 @@ class LaidDimension(Dimension):
         return LaidDimension(name, self.plan, self.part)
 
     def of(self, plan: SizePlan) -> Dimension:
-        """The ordinary dimension under a resolved plan."""
+        """The ordinary dimension under a resolved plan; under its own plan it stays unresolved."""
+        if plan == self.plan:
+            return plan.simplest(self)
         return Dimension(plan.name(self.name), int(plan.number(self.part)))
 
     def __repr__(self) -> str:
@@ -85,7 +91,7 @@ class LaidInt(_LaidNumber, int):
 
     def of(self, plan: SizePlan) -> int:
         """The integer under a resolved plan."""
-        return int(plan.number(self.part))
+        return self if plan == self.plan else int(plan.number(self.part))
 
 
 class LaidFloat(_LaidNumber, float):
@@ -98,7 +104,7 @@ class LaidFloat(_LaidNumber, float):
 
     def of(self, plan: SizePlan) -> float:
         """The fraction under a resolved plan."""
-        return float(plan.number(self.part))
+        return self if plan == self.plan else float(plan.number(self.part))
 
 
 def size_of(dim: Dimension) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -71,7 +71,7 @@ class ResolvedGraph:
     def _operation(self, op: Operation, graph: Graph) -> None:
         types = [TensorType(self._shape(y.shape), y.dtype) for y in op.outputs]
         inputs = tuple(self.tensors[x] for x in op.inputs)
-        if op.opdef.kind is Kind.VIEW and len(inputs) == 1 and inputs[0].type == types[0] != op.output.type:
+        if len(inputs) and inputs[0].type == types[0] != op.output.type and self._joins_dims(op, inputs):
             self.tensors[op.output] = inputs[0]  # two dims of one name: the operation is the identity
             return
         attrs = {name: self._value(value) for name, value in op.attrs.items()}
@@ -82,6 +82,13 @@ class ResolvedGraph:
         graph.operations.append(copy)
         self.operations[op] = copy
         self.tensors.update(zip(op.outputs, outputs, strict=True))
+
+    def _joins_dims(self, op: Operation, inputs: Sequence[Tensor]) -> bool:
+        """Whether an operation only renames dims that are one dim here, or sorts rows of one sorted run."""
+        indices = op.opdef.indices
+        if indices is None or "dim" not in op.attrs:
+            return op.opdef.kind is Kind.VIEW and len(inputs) == 1
+        return self._value(op.attrs["dim"]) in inputs[indices].shape
 
     def _value(self, x: Any) -> Any:
         """An attribute with tensors, operations, dims and sizes replaced by those of the copy."""

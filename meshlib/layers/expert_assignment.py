@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from layouts import Dimension, Shape
 from meshlib.core.graph import Tensor
 from meshlib.core.laid_dims import LaidDimension, size_of
-from meshlib.layers.expert_rows import ExpertRows
+from meshlib.layers.expert_rows import PLACES, ExpertRows
 from meshlib.layers.routing import Routing
 from meshlib.ops.control.sources import constant_like, constant_shaped, ones_like, zeros_like
 from meshlib.ops.control.state import stop_gradient
@@ -42,7 +42,6 @@ from meshlib.ops.pointwise.random import random_uniform
 from meshlib.ops.pointwise.reductions import reduce_sum
 from meshlib.ops.pointwise.selection import where
 
-PLACES = "expert_capacity"  # the dim of an expert's slots
 SMALL = 1e-20  # avoids a division by zero if all gates underflow
 
 

@@ -8,11 +8,17 @@ from math import ceil, gcd, lcm
 
 from layouts import Dimension, LayoutRules, Mesh
 from meshlib.core.graph import Tensor
-from meshlib.core.laid_dims import LaidFloat, LaidInt, Part, SizePlan, blocks
+from meshlib.core.laid_dims import LaidDimension, LaidFloat, LaidInt, Part, SizePlan, blocks
 from meshlib.layers.routing import Routing
+from meshlib.ops.contraction.ragged import computed_rows
 from meshlib.ops.movement.shape import reshape
 
 TOKENS = "expert_tokens"  # the dim of tokens that are sorted together
+SENT = "sender_rows"  # the dim of rows of several senders before they are sorted again
+PLACES = "expert_capacity"  # the dim of an expert's slots, or of the rows of a shard
+# Regrouping reads and writes rows twice in each pass. This takes as long as the products of a quarter more rows where
+# experts have d_ff = 2 / 0.75 x (flops per byte of HBM): about 640 on v5e (240).
+WASTED_TILES = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +36,7 @@ class ExpertRows(SizePlan):
       names: names of the expert dims in layout rules.
       inside: name of a dim on the experts' side -> its name on the tokens' side.
       groups, cuts: blocks of the batch and of the length that are sorted separately; shards: blocks of the experts.
+      group_blocks, cut_blocks: blocks of groups and cuts on the experts' side, each of whose rows are sorted again.
       fixed: whether the caller fixed the sizes, independently of the layout.
     """
 
@@ -45,6 +52,8 @@ class ExpertRows(SizePlan):
     groups: int = 1
     cuts: int = 1
     shards: int = 1
+    group_blocks: int = 1
+    cut_blocks: int = 1
     fixed: bool = False
 
     @property
@@ -70,6 +79,11 @@ class ExpertRows(SizePlan):
         """The mean share of a shard's rows that is filled, if all experts are chosen equally often."""
         return min(1.0, self.choices * self.tokens / (self.shards * self.rows))
 
+    @property
+    def senders(self) -> int:
+        """Groups and cuts whose rows of a shard are sorted together on the experts' side."""
+        return self.groups * self.cuts // (self.group_blocks * self.cut_blocks)
+
     # ------------------------------------------------------------ as a size plan
 
     @property
@@ -90,9 +104,24 @@ class ExpertRows(SizePlan):
         outer, inner = (blocks([name], mesh, rules, optional=True) for name in self.names)
         groups = gcd(self.batch, blocks([self.batch_name], mesh, rules)) if self.batch_name else 1
         cuts = gcd(self.length, blocks([self.length_name], mesh, rules))
-        return replace(
-            self, groups=self.batch if cuts > 1 else groups, cuts=cuts, shards=gcd(self.experts, lcm(outer, inner))
+        groups, shards = self.batch if cuts > 1 else groups, gcd(self.experts, lcm(outer, inner))
+        laid = replace(self, groups=groups, cuts=cuts, shards=shards, group_blocks=groups, cut_blocks=cuts)
+        if shards == 1:
+            return laid
+        here = {old: blocks([new], mesh, rules, optional=True) for new, old in self.inside}
+        cut_blocks = gcd(cuts, here.get(self.length_name, 1))
+        joined = replace(
+            laid,
+            group_blocks=groups if cut_blocks > 1 else gcd(groups, here.get(self.batch_name, 1)),
+            cut_blocks=cut_blocks,
         )
+        return joined if laid.computed_rows > WASTED_TILES * joined.computed_rows else laid
+
+    @property
+    def computed_rows(self) -> int:
+        """Rows in tiles of all runs of a shard, at the mean load."""
+        runs = self.group_blocks * self.cut_blocks
+        return runs * computed_rows(ceil(self.filled * self.rows) * self.senders, self.members)
 
     def number(self, part: Part) -> float:
         """A size by attribute name; "queue": all choices of a group; "seats": all rows of a group."""
@@ -102,10 +131,21 @@ class ExpertRows(SizePlan):
             return self.tokens * self.choices
         if part == "seats":
             return self.shards * self.rows
+        if part in ("regrouped", "drawn"):
+            return self.senders * (self.rows if part == "regrouped" else self.tokens)
         return float(self.filled) if part == "filled" else int(getattr(self, part))
+
+    def simplest(self, dim: LaidDimension) -> LaidDimension:
+        """Rows of a single sender are those of the shard."""
+        if self.senders > 1:
+            return dim
+        part = {"group_blocks": "groups", "cut_blocks": "cuts", "regrouped": "rows"}.get(str(dim.part), dim.part)
+        return LaidDimension(PLACES if dim.name == SENT else dim.name, self, part)
 
     def name(self, name: str) -> str:
         """The name of a dim; with one shard, rows stay with their tokens, and dims keep the tokens' names."""
+        if name == SENT and self.senders == 1:
+            return PLACES
         return dict(self.inside).get(name, name) if self.shards == 1 else name
 
     # ------------------------------------------------------------ dims and numbers

@@ -18,8 +18,9 @@ from meshlib.core.arguments import at, choice, flag
 from meshlib.core.dtypes import BOOL, FLOAT32, FLOAT64
 from meshlib.core.errors import GraphError, ShapeError
 from meshlib.core.graph import Tensor, scope
-from meshlib.layers.expert_assignment import PLACES, Slots
-from meshlib.layers.expert_rows import ExpertRows, rows_of
+from meshlib.layers.expert_assignment import Slots
+from meshlib.layers.expert_regrouping import regrouped
+from meshlib.layers.expert_rows import PLACES, ExpertRows, rows_of
 from meshlib.layers.norms import widened
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.layers.projection import Activation, Grouping, feed_forward
@@ -276,7 +277,12 @@ def _route(
             for own, t in ((loss, below.loss), (balance, below.balance_loss), (z, below.z_loss))
         )
     else:
+        apart = None
+        if grouping is not None and rows is not None and not rows.fixed:
+            dispatched, sizes, apart = regrouped(dispatched, grouping.sizes, rows)
+            grouping = replace(grouping, rows=dispatched.shape[-2], sizes=sizes, draws=rows.count("drawn"))
         combined = compute(dispatched, (*held, many), gates, grouping)
+        combined = combined if apart is None else apart(combined)
     combined = inside.leave(combined, "combined") if crosses else combined
     values = reshape(combined if back is None else back(combined), x.shape, "out")
     return Mixture(values, loss, balance, z, dropped, load)

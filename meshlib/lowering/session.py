@@ -63,6 +63,7 @@ class Session(Shown):
         self._known: object = None
         self._memos = Memos()
         self._size_notes: tuple[str, ...] = ()
+        self._is_resolved = False
 
     def sibling(self, outputs: Outputs = None, updates: Sequence[Operation] = ()) -> Session:
         """The session of another program, such as the same model built with other arguments.
@@ -170,7 +171,7 @@ class Session(Shown):
     def _under(self, mesh: Mesh, rules: LayoutRules) -> Session:
         """The session of this program with the sizes that follow from a layout."""
         plans = tuple(plan.under(mesh, rules) for plan in self._plans)
-        if plans == self._plans:
+        if self._is_resolved or not plans:
             return self
         session = self._resolved.get(plans)
         if session is None:
@@ -180,7 +181,7 @@ class Session(Shown):
             session = Session(
                 {name: graph.tensors[t] for name, t in outputs.items()}, [graph.operations[op] for op in updates]
             )
-            session._memos = self._memos.sibling()
+            session._memos, session._is_resolved = self._memos.sibling(), True
             session._learn()
             session._subjects.names |= self._subjects.names
             session._size_notes = tuple(dict.fromkeys(plan.note for plan in plans if plan.note))

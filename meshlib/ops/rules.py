@@ -43,18 +43,18 @@ def union(shapes: Sequence[Shape]) -> Shape:
 
     Raises: ShapeError if one name has two sizes.
     """
-    sizes: dict[str, int] = {}
+    dims: dict[str, Dimension] = {}
     for s in shapes:
         for d in s:
-            if sizes.setdefault(d.name, d.size) != d.size:
+            if dims.setdefault(d.name, d).size != d.size:
                 raise ShapeError(
-                    f"dim '{d.name}' has two sizes, {sizes[d.name]} and {d.size}; "
+                    f"dim '{d.name}' has two sizes, {dims[d.name].size} and {d.size}; "
                     "rename one with mtf.rename_dimension, or make them equal"
                 )
     for s in shapes:
-        if len(s) == len(sizes):
+        if len(s) == len(dims):
             return s
-    return Shape(list(sizes.items()))
+    return Shape(list(dims.values()))
 
 
 def same_dtype(types: Sequence[TensorType]) -> DType:
