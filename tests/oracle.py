@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
+import pytest
 
 from layouts import Shape
 from meshlib.core.graph import Operation, Tensor
 from meshlib.program.records import Program
-from meshlib.simulation import simulate
+from meshlib.simulation import chains, simulate
 
 Array = np.ndarray[Any, Any]
 
@@ -98,6 +100,15 @@ def needed(roots: Iterable[Tensor | Operation]) -> list[Tensor]:
 
 
 # ---------------------------------------------------------------- running and comparing
+
+
+@contextmanager
+def computed_by_part(elements: int = 3) -> Iterator[None]:
+    """The fast executor computes chains of elementwise operations in parts of so many elements."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chains, "PART", elements)
+        patch.setattr(chains, "LARGE", 2 * elements)
+        yield
 
 
 def run(

@@ -8,7 +8,7 @@ between two arrays, one of which is the state's.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -18,15 +18,23 @@ from meshlib.core.arrays import memory_of, new_array, unwritten
 from meshlib.core.opdef import EVERY, Storage
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Program
+from meshlib.simulation.chains import Chain
 
 Array = np.ndarray[Any, Any]
 
 
 def _writes(i: Instruction) -> bool:
-    """Whether an instruction writes its result into a buffer given to it."""
-    if isinstance(i, Resident | Move | Loop | Commit) or len(i.outputs) != 1:
+    """Whether an instruction writes its results into buffers given to it."""
+    if isinstance(i, Resident | Move | Loop | Commit) or (len(i.outputs) != 1 and not isinstance(i, Chain)):
         return False
     return not isinstance(i, Compute) or i.operation.opdef.storage is Storage.FRESH
+
+
+def overwritable(i: Instruction, y: Value) -> Sequence[Value]:
+    """The operands of an instruction that its result `y` may overwrite element by element."""
+    if isinstance(i, Chain):
+        return i.overwritable(y)
+    return i.inputs[: i.operation.opdef.overwrites if isinstance(i, Compute) else EVERY]
 
 
 class Buffers:
@@ -98,8 +106,7 @@ class Buffers:
         ends: dict[int, list[Value]] = {}
         holders: dict[int, int] = {}  # values per buffer: several where an operand was overwritten
         for n, i in enumerate(program.instructions):
-            if _writes(i):
-                (y,) = i.outputs
+            for y in i.outputs if _writes(i) else ():
                 place = self._over_operand(n, i, y)
                 if place is None:
                     place = self._take(free, y.tensor.shape.size * y.tensor.dtype.storage.itemsize)
@@ -113,15 +120,18 @@ class Buffers:
                     insort(free, (self.sizes[place], place))
 
     def _over_operand(self, n: int, i: Instruction, y: Value) -> int | None:
-        candidates = i.inputs[: i.operation.opdef.overwrites if isinstance(i, Compute) else EVERY]
-        for x in candidates:
+        chain, over = isinstance(i, Chain), overwritable(i, y)
+        for x in over:
             owner = self.owner[x]
             same = owner.tensor.shape == y.tensor.shape
             same = same and x.tensor.shape == y.tensor.shape and owner.tensor.dtype.storage == y.tensor.dtype.storage
-            late = i.inputs[len(candidates) :]
-            same = same and all(self.owner[other] is not owner for other in late)
-            if same and self.last[owner] == n and owner in self.places and owner not in self.resident:
-                return self.places[owner]
+            # A view may have other elements at the same place, which a chain would read after those of earlier parts.
+            others = (z for z in i.inputs if z is not x) if chain else i.inputs[len(over) :]
+            same = same and all(self.owner[z] is not owner for z in others) and (x is owner or not chain)
+            place = self.places.get(owner)
+            free = owner not in self.resident and all(self.places.get(other) != place for other in i.outputs)
+            if same and self.last[owner] == n and free and place is not None:
+                return place
         return None
 
     def _take(self, free: list[tuple[int, int]], size: int) -> int:

@@ -28,7 +28,8 @@ from meshlib.program.instructions import Compute, Instruction, Loop, Move, Resid
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program
 from meshlib.simulation.blocks import compute, finished
-from meshlib.simulation.buffers import Buffers
+from meshlib.simulation.buffers import Buffers, overwritable
+from meshlib.simulation.chains import Chain, ChainRun, chained
 from meshlib.simulation.parts import PartialTrips, Working
 from meshlib.simulation.rounded import RoundedCopies
 
@@ -58,12 +59,17 @@ class FastExecutor(Interpreter[Array, Engine]):
 
     program: Program
     settled: Value | None = None  # a mask that is true for every index computed
+    ranged: bool = False  # whether it also runs on ranges of a dim, operation by operation
     bodies: dict[Loop, FastExecutor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         loops = [i for i in self.program.instructions if isinstance(i, Loop)]
-        self.bodies = {i: FastExecutor(i.body, settled_mask(i)) for i in loops}
+        self.bodies = {
+            i: FastExecutor(i.body, settled_mask(i), self.ranged or i.record.active is not None) for i in loops
+        }
         self.ready = self.program.with_instructions(self._rounding())
+        if not self.ranged:
+            self.ready = self.ready.with_instructions(chained(self.ready))
         self.buffers = Buffers(self.ready)
         self.zero_offsets = {
             i: {f.name: 0 for f in i.operation.opdef.roles(i.operation)}
@@ -77,6 +83,7 @@ class FastExecutor(Interpreter[Array, Engine]):
         self._targets: Mapping[Value, Array] = _NONE  # where the current run writes
         self._spare, self._rounded = SpareArrays(), RoundedCopies()
         self._constants: dict[Instruction, Array] = {}
+        self._scratch: list[Array] = []
         self._stacks: dict[Loop, list[Array]] = {}
         # their alternates, when the state has taken the first array
         self._other_stacks: dict[tuple[Loop, int], Array] = {}
@@ -180,6 +187,8 @@ class FastExecutor(Interpreter[Array, Engine]):
 
     def bound(self, i: Instruction) -> Bound:
         """An instruction as a function of its operands and the engine."""
+        if isinstance(i, Chain):
+            return self._bound_chain(i)
         if not isinstance(i, Compute) or i.operation.opdef.show is not None:
             return lambda inputs, context: self.results(self.ready, i, inputs, _NONE, context)
         op, local, (types, outs), offsets = i.operation, i.operation.opdef.local, self.types[i], self.zero_offsets[i]
@@ -199,6 +208,16 @@ class FastExecutor(Interpreter[Array, Engine]):
         same = op.opdef.kind is Kind.SOURCE and not op.opdef.unique and not i.inputs
         same = same and self.buffers.owner[y] not in self.buffers.double  # no array of the state
         return constant if same and out.shape.size <= MOST_CONSTANT else run
+
+    def _bound_chain(self, i: Chain) -> Bound:
+        chain = ChainRun(i, self._scratch)
+
+        def run(inputs: Sequence[Array], context: Engine) -> Iterable[Array]:
+            targets = [self._targets.get(y) for y in i.outputs]
+            places = [self._array(y) if place is None else place for y, place in zip(i.outputs, targets, strict=True)]
+            return chain.run(inputs, places, context)
+
+        return run
 
     def results(
         self, program: Program, i: Instruction, inputs: Sequence[Array], values: Mapping[Value, Array], context: Engine
@@ -252,7 +271,7 @@ class FastExecutor(Interpreter[Array, Engine]):
             n, maker = producers.get(after, (0, None))
             if maker is None or after not in self.buffers.places:
                 continue
-            over = maker.inputs[: maker.operation.opdef.overwrites] if isinstance(maker, Compute) else ()
+            over = overwritable(maker, after) if isinstance(maker, Compute | Chain) else ()
             read = [x for x in maker.inputs if self.buffers.owner[x] is before]
             once = [self.program.outputs[name] for _, name in i.carries].count(after) == 1
             if once and self.buffers.last[before] <= n and all(x is before and x in over for x in read):

@@ -22,7 +22,7 @@ from meshlib.core.graph import Operation, Tensor
 from meshlib.program.instructions import Move
 from meshlib.program.records import Program
 from tests.effort import DEEP_EXAMPLES, deep, draws
-from tests.oracle import AXES, MAX_DEVICES, Array, assert_close, needed, run
+from tests.oracle import AXES, MAX_DEVICES, Array, assert_close, computed_by_part, needed, run
 
 UNSHARDED = ";".join(f"{a}:1" for a in AXES)  # programs may name any axis in mtf.constrain
 SIZES = {"a": 4, "b": 6, "c": 2, "d": 8, "e": 12}
@@ -548,7 +548,12 @@ def check_layout(p: Written) -> None:
     check_program_ends(program)
     exact = run(program, p.feeds, steps=2)
     compare(exact, wanted, "exact against unsharded")
-    compare(run(program, p.feeds, "fast", steps=2), exact, "fast against exact")
+    fast = run(program, p.feeds, "fast", steps=2)
+    compare(fast, exact, "fast against exact")
+    with computed_by_part():
+        parts = run(program, p.feeds, "fast", steps=2)
+    for whole, part in zip(fast, parts, strict=True):
+        assert_close(part, whole, 0, "chains computed by part")
 
 
 def compare(found: list[dict[str, Array]], wanted: list[dict[str, Array]], about: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from meshlib.core.arrays import Cut, cuts
 from meshlib.core.dtypes import BOOL, INT32
 from meshlib.core.graph import TensorType
 from meshlib.core.opdef import Array, Block, Halo
@@ -23,7 +24,6 @@ _CHUNK = 1 << 17
 _PAYING_QUERIES = 32  # queries per batch item from which a transposed copy of the keys pays off
 
 Names = tuple[str, ...]
-Cut = tuple[slice, ...]
 Received = tuple[Array, Array]  # over all blocks: log(sum(exp(scores))), mean of the weights' cotangents
 
 
@@ -32,25 +32,6 @@ def seen_keys(start: Any, stop: Any, memory: int, causal: bool, window: int | No
     low = 0 * start if window is None else np.maximum(0, start - window + 1)
     high = np.minimum(memory, stop if causal else memory if window is None else stop + window - 1)
     return low, high
-
-
-def cuts(sizes: Sequence[int], limit: int) -> Iterator[Cut]:
-    """Parts of an array of these sizes with at most `limit` elements each: ranges of one dim, with later dims whole.
-
-    >>> [[c.start for c in part[:2]] for part in cuts((2, 4, 3), 6)]
-    [[0, 0], [0, 2], [1, 0], [1, 2]]
-    """
-    if not sizes:
-        yield ()
-        return
-    rest = prod(sizes[1:])
-    step = max(1, limit // rest)
-    for start in range(0, sizes[0], step):
-        first = slice(start, min(start + step, sizes[0]))
-        if rest <= limit:
-            yield (first, *(slice(0, n) for n in sizes[1:]))
-        else:
-            yield from ((first, *later) for later in cuts(sizes[1:], limit))
 
 
 @dataclass(frozen=True)
@@ -254,11 +235,10 @@ def _broadcast_part(x: Array, part: Cut) -> Array:
 
 
 def _row_maximum(x: Array) -> Array:
-    """The maximum of each row, with the dim kept; rows are halved first, because NumPy is slow on short rows."""
-    while x.shape[-1] > 8 and x.shape[-1] % 2 == 0:
-        half = x.shape[-1] // 2
-        x = np.maximum(x[..., :half], x[..., half:])
-    peak: Array = x.max(axis=-1, keepdims=True, initial=-np.inf)
+    """The maximum of each row, with the dim kept; short rows are transposed, because NumPy is slow on them."""
+    short = x.shape[-1] <= 32
+    columns = np.ascontiguousarray(np.moveaxis(x, -1, 0)) if short else np.moveaxis(x, -1, 0)
+    peak: Array = np.maximum.reduce(columns, axis=0, initial=-np.inf)[..., None]
     return peak
 
 
