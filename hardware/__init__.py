@@ -2,17 +2,6 @@
 
 Usable on its own; it knows bytes, FLOPs, cycles and coordinates, and nothing of named dimensions.
 
-    chips  slices            published figures with sources; `Slice("v3-8")`
-    mxu  systolic            the matrix unit: closed form, and clocked register by register
-    numerics  eight_bit      bfloat16, int8 and fp8 rounding, the orders of addition of an MXU and of a ring
-    memory  vpu  core        padding, bandwidths, time of one operation and what bounds it
-    torus  events            coordinates, links, routes; messages over links, event by event
-    collectives              closed forms
-    ring_steps               collectives of one ring, step by step
-    ring_plans  point_plans  the same collectives as messages
-    placement  network       mesh axes on torus axes; price of collectives there, best placement
-    snakes                   rings through several axes
-
 Example:
   >>> from hardware import MXU, Slice, Torus
   >>> Slice("v3-8").devices, MXU(128, 128).cycles(m=100, k=784, n=10), Torus((8, 4)).diameter

@@ -1,17 +1,7 @@
 """Layouts: dimensions, meshes, layout rules, shardings, and reshard plans between shardings.
 
 A program names its dimensions; a layout maps names to the mesh axes that split them. This package derives
-the sharding of each tensor, without any knowledge of values or hardware:
-
-    Dimension, Shape     names and sizes of a tensor           dims.py
-    Mesh                 named axes of devices                 mesh.py
-    Rule, LayoutRules    names -> axes, for all tensors        rules.py
-    Sharding             block of each device                  sharding.py
-    reshard, Plan, Step  cheapest collectives between two      resharding.py, plan.py
-    check, Report        all faults of a layout                checking.py
-    PRESETS, preset      named layouts                         presets.py
-    from_flax, to_flax   layouts in other notations            readers.py
-    draw                 blocks and devices as text            drawing.py
+the sharding of each tensor, without any knowledge of values or hardware.
 
 Everything is immutable, validated at construction, and hashable. A fault is a `LayoutError` that names dimension,
 axis and both numbers; nothing is ever silently replicated.

@@ -150,11 +150,8 @@ if _TYPE_CHECKING:
     from meshlib.ops.images.pooling import max_pool as max_pool
     from meshlib.ops.images.pooling import pool as pool
     from meshlib.ops.images.resize import resize as resize
-    from meshlib.ops.movement.dims import anonymize as anonymize
-    from meshlib.ops.movement.dims import anonymous_shape as anonymous_shape
-    from meshlib.ops.movement.dims import combined_dimension as combined_dimension
-    from meshlib.ops.movement.dims import replace_dimensions as replace_dimensions
     from meshlib.ops.movement.dynamic_slices import dynamic_slice as dynamic_slice
+    from meshlib.ops.movement.dynamic_slices import update_rows as update_rows
     from meshlib.ops.movement.dynamic_slices import update_slice as update_slice
     from meshlib.ops.movement.indexing import dynamic_shift as dynamic_shift
     from meshlib.ops.movement.indexing import gather as gather
@@ -171,7 +168,6 @@ if _TYPE_CHECKING:
     from meshlib.ops.movement.rearrange import rearrange as rearrange
     from meshlib.ops.movement.rearrange import reduce as reduce
     from meshlib.ops.movement.rearrange import repeat as repeat
-    from meshlib.ops.movement.row_updates import update_rows as update_rows
     from meshlib.ops.movement.runs import concat as concat
     from meshlib.ops.movement.runs import halo_exchange as halo_exchange
     from meshlib.ops.movement.runs import left_halo_exchange as left_halo_exchange
@@ -180,8 +176,12 @@ if _TYPE_CHECKING:
     from meshlib.ops.movement.runs import slice as slice
     from meshlib.ops.movement.runs import split as split
     from meshlib.ops.movement.runs import strided_slice as strided_slice
+    from meshlib.ops.movement.shape import anonymize as anonymize
+    from meshlib.ops.movement.shape import anonymous_shape as anonymous_shape
     from meshlib.ops.movement.shape import broadcast as broadcast
+    from meshlib.ops.movement.shape import combined_dimension as combined_dimension
     from meshlib.ops.movement.shape import rename_dimension as rename_dimension
+    from meshlib.ops.movement.shape import replace_dimensions as replace_dimensions
     from meshlib.ops.movement.shape import reshape as reshape
     from meshlib.ops.movement.shape import transpose as transpose
     from meshlib.ops.movement.stacking import stack as stack

@@ -18,7 +18,7 @@ import numpy as np
 import meshlib as mtf
 from layouts import Dimension, Shape
 from meshlib.core.graph import Operation, Tensor
-from meshlib.ops.control.host import from_host, to_host
+from meshlib.ops.control.remat import from_host, to_host
 from tests.oracle import normal, uniform
 
 Array = np.ndarray[Any, Any]

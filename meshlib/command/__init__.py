@@ -1,14 +1,4 @@
-"""The command `meshlib`.
-
-arguments  commands and their options
-subject    the program of a command: a model by name, or a function in a file
-planning   plan, search, report; plan: the verdict and the ranking as text and as JSON
-configured  emitting  tuning    configurations of MaxText; plans for other libraries; `plan base.yml --search`
-commands   explain, estimate, profile, compare, check, verify, trace, dims
-serving  initial_check  tables    serve; init; slices, models, validate, records
-argument_parser  output  figures    parser with helpful errors; output within the width; --json
-terminal   exit statuses: closed pipes, interrupts, errors
-"""
+"""The command `meshlib`."""
 
 from __future__ import annotations
 

@@ -228,8 +228,8 @@ def search_of(
 def report(args: argparse.Namespace) -> int:
     """`meshlib report`: write a page about the best plan, with the others as alternatives."""
     writable(args.out, ".html")
+    from meshlib.report.alternatives import alternatives_of
     from meshlib.report.page import page, write_page
-    from meshlib.report.ranked import alternatives_of
     from meshlib.report.verdict import headline
 
     where = slice_of(args.slice)

@@ -18,7 +18,7 @@ from layouts import Dimension, Shape
 from meshlib.core.dtypes import DType
 from meshlib.core.errors import GraphError, nearest
 from meshlib.core.foreign_names import OF_NUMPY, OF_TENSORS
-from meshlib.core.loop_body import LoopBody
+from meshlib.core.loop_record import LoopBody
 from meshlib.core.public_calls import record
 from meshlib.core.shown import Shown
 from meshlib.core.source_lines import source_line

@@ -9,8 +9,7 @@ from typing import Any
 from layouts import Dimension, Shape
 from meshlib.core.graph import Graph, Operation, Tensor, TensorType
 from meshlib.core.laid_dims import LaidDimension, LaidFloat, LaidInt, SizePlan
-from meshlib.core.loop_body import LoopBody
-from meshlib.core.loop_record import LoopRecord
+from meshlib.core.loop_record import LoopBody, LoopRecord
 from meshlib.core.opdef import Kind
 from meshlib.core.replay import all_operations
 

@@ -1,15 +1,7 @@
 """Input pipelines from files and arrays to batches, in an order determined by seed and position alone.
 
-    data = mtf.data.records("train@10", {"image": mtf.data.Field("uint8", (28, 28)), "label": mtf.data.Field("int32")})
-    data = data.shuffle(seed=0).map(scaled, workers=2).batch(128).repeat().prefetch(2)
-
-openers    sources for users: arrays, idx, records, text, folder
-sources    examples by number
-order      the order of examples
-batching   batches of static shapes
-pipeline   the chain of stages; execution, feed: its iterator
-workers    threads or processes
-prefetch   the prefetching thread
+data = mtf.data.records("train@10", {"image": mtf.data.Field("uint8", (28, 28)), "label": mtf.data.Field("int32")})
+data = data.shuffle(seed=0).map(scaled, workers=2).batch(128).repeat().prefetch(2)
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

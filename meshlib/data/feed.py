@@ -1,4 +1,4 @@
-"""Iterators over a `Data`: state, statistics, and prefetching threads."""
+"""Iterators over a `Data`: state with fingerprints of the data, statistics, and prefetching threads."""
 
 from __future__ import annotations
 
@@ -18,11 +18,39 @@ from meshlib.core.documents import COUNT
 from meshlib.core.errors import FeedError
 from meshlib.data.batching import Batch
 from meshlib.data.execution import IteratorPlace, Maker, PreparedBatch
-from meshlib.data.fingerprint import identity_of
 from meshlib.data.prefetch import Ahead
 
 if TYPE_CHECKING:
     from meshlib.data.pipeline import Data
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from meshlib.core.canonical_keys import key_of
+from meshlib.core.errors import GraphError
+
+if TYPE_CHECKING:
+    from meshlib.data.pipeline import Data
+
+
+def identity_of(data: Data) -> dict[str, str | None]:
+    """Identity of data: "of", a description; the key of their "examples", and that of their "functions".
+
+    Functions that refer to objects without a key, such as a lock or an open file, have the key None.
+    """
+    batching = None if data.batching is None else asdict(data.batching)
+    return {
+        "of": str(data),
+        "examples": key_of("data", data.source.fingerprint(), data.seed, data.buffer, data.joined, batching),
+        "functions": _key_of_functions([stage.function for stage in (*data.maps, *data.of_batches)]),
+    }
+
+
+def _key_of_functions(functions: list[Callable[..., Any]]) -> str | None:
+    try:
+        return key_of("data", functions)
+    except GraphError:
+        return None
 
 
 @dataclass

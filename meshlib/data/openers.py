@@ -20,10 +20,10 @@ from meshlib.data.batching import Array, Batch, Example
 from meshlib.data.pipeline import Data
 from meshlib.data.sources import Arrays, Decode, Folder, Records, TextLines
 from meshlib.records.example import BYTES_LIST, FLOAT_LIST, Decoder, Value, packed_rows
+from meshlib.records.framing import checked_on_fault
 from meshlib.records.idx import read_idx
 from meshlib.records.images import read_image
-from meshlib.records.reading import checked_on_fault
-from meshlib.records.shard_names import Paths, files_of
+from meshlib.records.sets import Paths, files_of
 
 KINDS = ("image", "bytes", "text")
 

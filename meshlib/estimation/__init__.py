@@ -1,22 +1,5 @@
 """Estimates: time and memory of a step on a slice, without allocating an array.
 
-    work     what one device does
-        kernels, products, tiles   fusion groups as kernels: flops and bytes   exact counts
-        stored_values              values recomputed by their readers          exact bytes
-        communication              collectives as demands; the best placement  exact bytes
-        combined_collectives       small collectives merged into one
-        units, plan                schedulable units and their dependencies
-        expert_load                grouped experts under an unbalanced load
-    time     modelled seconds
-        physics                    losses of real programs: constants, each with its cause
-        kernel_times               kernels on one chip
-        link_sharing, hbm_engine   collectives on shared links; prefetches from HBM
-        scheduling                 the schedule of all units
-        host_input                 input prepared by hosts
-        attribution, balance       step time by cause; compute against communication
-    memory   the program's buffers over time, in tiles; remedies for a peak that does not fit
-    views    tables, traces, profiles and films of an estimate
-
 No loop runs over devices: every device does the same, so an estimate for 2,048 cores takes as long as for 8.
 """
 

@@ -1,10 +1,4 @@
-"""Text generation: prompts are read into caches, then tokens are sampled one by one.
-
-generator  the programs of prefill and decoding, and the loop over tokens
-server     sequences that join and leave a running batch; pages, sampling: allocation of pages, drawing of tokens
-beams      beam search on the host
-tokens     tokenisation, and stop sequences
-"""
+"""Text generation: prompts are read into caches, then tokens are sampled one by one."""
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 

@@ -17,10 +17,9 @@ from meshlib.core.graph import Tensor, find_dim, scope
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.ops.building import as_dim, tensor
 from meshlib.ops.fused_attention.attention import attention
-from meshlib.ops.movement.dims import replace_dimensions
 from meshlib.ops.movement.indexing import range as positions_of
 from meshlib.ops.movement.runs import halo_exchange, left_halo_exchange
-from meshlib.ops.movement.shape import rename_dimension, transpose
+from meshlib.ops.movement.shape import rename_dimension, replace_dimensions, transpose
 from meshlib.ops.pointwise.binary import equal, greater, greater_equal, less, less_equal, logical_and, logical_or
 from meshlib.ops.rules import size_of
 

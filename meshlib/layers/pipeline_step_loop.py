@@ -15,7 +15,7 @@ from meshlib.core.dtypes import BOOL, INT32
 from meshlib.core.errors import GraphError, ShapeError
 from meshlib.core.graph import BACKWARD as BACKWARD_REGION
 from meshlib.core.graph import Graph, Operation, Tensor, current_graph, innermost, region
-from meshlib.core.loop_body import LoopBody
+from meshlib.core.loop_record import LoopBody
 from meshlib.core.names import free_name
 from meshlib.core.opdef import RESIDENT
 from meshlib.core.replay import all_operations, needed, replay

@@ -1,13 +1,4 @@
-"""Transformers from one frozen config, composed of layers alone.
-
-config   TransformerConfig: dimensions, parts and numerics
-experts  layers with mixtures of experts, and their routing
-latent   ranks of latent attention
-presets  published models by name
-maxtext  MaxText's configurations, read and written
-counts   parameters and FLOPs in closed form
-serving  prefill and decode steps with caches
-"""
+"""Transformers from one frozen config, composed of layers alone."""
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 

@@ -14,10 +14,9 @@ from layouts import Dimension
 from meshlib.core.graph import Tensor
 from meshlib.layers.attention import Cache, Held
 from meshlib.models.caches import SLOTS, Caches, Stored, length_of
-from meshlib.ops.movement.dynamic_slices import update_slice
+from meshlib.ops.movement.dynamic_slices import update_rows, update_slice
 from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.indexing import range as positions_of
-from meshlib.ops.movement.row_updates import update_rows
 from meshlib.ops.movement.shape import broadcast, rename_dimension, transpose
 from meshlib.ops.pointwise.binary import floordiv, greater, less, less_equal, logical_and, mod
 from meshlib.ops.pointwise.selection import where

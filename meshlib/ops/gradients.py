@@ -17,7 +17,7 @@ from meshlib.core.opdef import RESIDENT, Kind
 from meshlib.core.replay import Rewrite, replay
 from meshlib.core.source_lines import written_at
 from meshlib.ops.building import tensor
-from meshlib.ops.control.host import from_host
+from meshlib.ops.control.remat import from_host
 from meshlib.ops.control.sources import _constant
 from meshlib.ops.control.state import identity
 from meshlib.ops.movement.shape import broadcast

@@ -24,7 +24,7 @@ from meshlib.core.errors import ArgumentError, GraphError, nearest
 from meshlib.core.graph import UPDATE, Operation, Tensor, absolute_scope, region
 from meshlib.core.public_calls import public
 from meshlib.ops.building import tensor
-from meshlib.ops.control.host import from_host, to_host
+from meshlib.ops.control.remat import from_host, to_host
 from meshlib.ops.control.sources import make_variable, step
 from meshlib.ops.control.state import assign, stored
 from meshlib.ops.gradients import gradients

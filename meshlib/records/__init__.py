@@ -1,12 +1,4 @@
-"""Record files in TensorFlow's format: `read`, `write`, and examples in them, `encode` and `decode`.
-
-crc         CRC-32C of many messages at once
-framing     records in a file, with checksums
-example     tf.train.Example in a record
-sets        sets of files; shard_names: their names
-idx         arrays in IDX files like MNIST's
-conversion  conversion of image folders, tables, IDX files and texts to records
-"""
+"""Record files in TensorFlow's format: `read`, `write`, and examples in them, `encode` and `decode`."""
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
@@ -16,9 +8,9 @@ if _TYPE_CHECKING:
     from meshlib.records.example import decode as decode
     from meshlib.records.example import encode as encode
     from meshlib.records.framing import Fault as Fault
+    from meshlib.records.framing import read as read
     from meshlib.records.idx import read_idx as read_idx
-    from meshlib.records.reading import read as read
-    from meshlib.records.shard_names import files_of as files_of
+    from meshlib.records.sets import files_of as files_of
     from meshlib.records.writing import Writer as Writer
     from meshlib.records.writing import write as write
 else:

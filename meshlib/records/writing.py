@@ -12,8 +12,7 @@ from meshlib.core.errors import DataError
 from meshlib.core.file_sets import FileSet
 from meshlib.core.files import Replacement
 from meshlib.records.framing import WBITS, frames
-from meshlib.records.sets import manifest_of, new_set, set_of
-from meshlib.records.shard_names import shard_names
+from meshlib.records.sets import manifest_of, new_set, set_of, shard_names
 
 HELD_BYTES = 1 << 20  # bytes of records buffered for their sums, which are most efficient in large numbers
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from meshlib.core.text import bytes_text, seconds_text
 from meshlib.report.markup import EXACT, MODELLED, folding_table, paragraph, section, text
 from meshlib.report.svg import Picture, Scale, binary_ticks
+from meshlib.searching import Found
 
 SHOWN, MOST = 12, 200
 
@@ -99,3 +100,20 @@ def _row(n: int, a: Alternative) -> tuple[str, ...]:
         text(a.choices),
         text(a.why),
     )
+
+
+def alternatives_of(search: Found) -> list[Alternative]:
+    """The estimated candidates, in the order of the ranking."""
+    options = []
+    for outcome in search.ranking:
+        candidate, figures = outcome.candidate, outcome.figures
+        assert figures is not None
+        choices = " ".join(f"{name} {value}" for name, value in candidate.choices)
+        name = f"{candidate.layout or '(nothing is split)'} on {candidate.mesh}"
+        options.append(
+            Alternative(
+                name, figures.step_seconds, figures.peak_bytes, figures.fits, outcome is search.best, choices,
+                search.why(outcome),
+            )
+        )  # fmt: skip
+    return options

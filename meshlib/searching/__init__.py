@@ -1,18 +1,5 @@
 """Search for the best mesh and layout of a program on a slice, with a certificate and reasons against the others.
 
-    roles         the possible uses of a mesh axis, from the program's dims
-    space         the declared space: all meshes, with a role per axis
-    bounds        lower bounds on time and memory of a candidate
-    programs      the program of each choice, lowered by a session
-    exploration   which candidates to estimate next
-    workers       the processes that estimate
-    resume_file   the file of estimates that a later search reuses
-    outcomes      the outcome of each candidate
-    result        ranking, Pareto front and certificate, as text
-    sensitivity   the best candidates at other sizes, slices, rates
-    tuning        a MaxText run, knob by knob
-    serving       layouts of a server, by latency and throughput
-
 Time is modelled: a layout is certified as the best under the model; the model's own error is reported with it.
 """
 

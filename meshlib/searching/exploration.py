@@ -22,15 +22,13 @@ from typing import Any
 from meshlib.core.errors import LayoutError
 from meshlib.core.executors import Tasks, executor_of
 from meshlib.core.text import bytes_text, seconds_text
-from meshlib.searching.executor_tasks import REMOTE, Remote
 from meshlib.searching.outcomes import ALIKE, BOUNDED, ESTIMATED, NEEDLESS, OPEN, REFUSED, TOO_LARGE, Figures, Outcome
-from meshlib.searching.plainness import plainness
 from meshlib.searching.programs import Build, Objective, SearchProblem
-from meshlib.searching.result import Found
+from meshlib.searching.result import Found, plainness
 from meshlib.searching.resume_file import KeptEstimates
 from meshlib.searching.roles import AxisRole
 from meshlib.searching.space import Candidate, Choices
-from meshlib.searching.workers import Task, Workers, usual_workers
+from meshlib.searching.workers import REMOTE, Remote, Task, Workers, usual_workers
 
 BAND = 2  # times the model's error: candidates expected within this of the best are equally promising
 FIRST, ROUND = 2, 8  # candidates in the first round, when no bound excludes anything yet, and in later ones

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from layouts import LayoutRules, Mesh
 from meshlib.core.arguments import items, whole
 from meshlib.core.compiler import Compiler
 from meshlib.core.errors import GraphError
@@ -18,10 +19,27 @@ from meshlib.estimation import Estimate
 from meshlib.estimation.views.cautions import cautions
 from meshlib.program.records import Program
 from meshlib.searching.outcomes import ALIKE, BOUNDED, ESTIMATED, NEEDLESS, OPEN, REFUSED, TOO_LARGE, Outcome
-from meshlib.searching.plainness import plainness
 from meshlib.searching.programs import MODEL_ERROR, Build, Objective, SearchProblem
 from meshlib.searching.sensitivity import Sensitivity, sensitivity
 from meshlib.searching.space import Choices
+
+
+def plainness(mesh: Mesh, layout: LayoutRules, batch: str | None) -> tuple[int, ...]:
+    """Sort key that is lower for layouts people would write: few axes, batch split by a required rule, few rules.
+
+    Example:
+      >>> from layouts import LayoutRules, Mesh
+      >>> usual = plainness(Mesh("fsdp:64"), LayoutRules("batch:fsdp;d_model:fsdp?"), "batch")
+      >>> odd = plainness(Mesh("model:64"), LayoutRules("vocab:model;d_ff:model;batch:model?"), "batch")
+      >>> usual < odd
+      True
+    """
+    axes = sum(size > 1 for size in mesh.sizes_by_axis.values())
+    of_batch = [rule.optional for rule in layout.rules if rule.dim == batch]
+    unusual = bool(of_batch) and all(of_batch)
+    optional = sum(rule.optional for rule in layout.rules)
+    return axes, int(unusual), len(layout.rules), optional
+
 
 SHOWN = 8  # rows of the ranking shown
 
@@ -195,8 +213,8 @@ class Found(Shown):
         Returns: the Axes.
         Raises: GraphError where nothing was estimated, matplotlib is missing, or the file cannot be written.
         """
+        from meshlib.report.alternatives import alternatives_of
         from meshlib.report.plots import plot_alternatives
-        from meshlib.report.ranked import alternatives_of
 
         capacity = self.best.candidate.slice.usable_hbm_bytes_per_device
         return plot_alternatives(alternatives_of(self), capacity, ax, "Found.plot")
@@ -208,8 +226,8 @@ class Found(Shown):
           path: path of the file, such as "plan.html"; title: title of the page; by default mesh and slice.
         Raises: GraphError where nothing was estimated, or the path cannot be written.
         """
+        from meshlib.report.alternatives import alternatives_of
         from meshlib.report.page import page, write_page
-        from meshlib.report.ranked import alternatives_of
 
         write_page(path, page(self.estimate(), title, alternatives_of(self), self.certificate), "Found.report")
 

@@ -1,4 +1,4 @@
-"""Forked worker processes of a search.
+"""Workers of a search: forked processes, or tasks on a user's executor.
 
 Workers are forked once, after the first candidates have been estimated, and inherit the caches of the session. A task
 is a number, and its answer depends on nothing else: results are independent of which worker computes them, and when.
@@ -20,11 +20,16 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
 
 from meshlib.core.errors import GraphError
 from meshlib.core.subprocesses import describe_exit, exit_with_parent
+from meshlib.searching.outcomes import Outcome
+from meshlib.searching.programs import Objective, SearchProblem
+from meshlib.searching.space import Candidate, Choices
 
 Task: TypeAlias = Callable[[int], Any]
 THREADED = ("jax", "tensorflow")  # runtimes whose threads may hold locks at any time
@@ -140,3 +145,32 @@ def _sendable(fault: BaseException) -> BaseException:
     except Exception:
         return GraphError(f"{type(fault).__name__}: {fault}")
     return fault
+
+
+@dataclass(frozen=True)
+class Remote:
+    """State that the executor's workers need: the problems, the candidates with their bounds, the user's objective."""
+
+    problems: Mapping[Choices, SearchProblem]
+    space: Sequence[Candidate]
+    bounds: Sequence[float]
+    given: object
+
+    @cached_property
+    def objective(self) -> Objective:
+        """The objective."""
+        return Objective.named(self.given)
+
+
+def _remote_estimate(remote: Remote, n: int) -> Outcome:
+    c = remote.space[n]
+    return remote.problems[c.choices].estimated(c, remote.objective, remote.bounds[n])
+
+
+def _remote_bound(remote: Remote, n: int) -> float:
+    problem, closer = remote.problems[remote.space[n].choices], remote.objective.closer
+    assert closer is not None
+    return closer(problem.bounds, remote.space[n]) / problem.units
+
+
+REMOTE = {"bound": _remote_bound, "estimate": _remote_estimate}

@@ -1,8 +1,4 @@
-"""Models exported from the library, and weights imported into it.
-
-export   a trained model in one folder, and loaded anywhere to predict on raw input
-weights  files by Hugging Face's names of Llama, GPT-2 and T5
-"""
+"""Models exported from the library, and weights imported into it."""
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 

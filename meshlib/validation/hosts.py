@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hardware.chips import get_chip
-from meshlib.validation.published import ROWS
+from meshlib.validation.runs import ROWS
 
 Row = Mapping[str, Any]
 

@@ -24,7 +24,7 @@ from meshlib.models.images.resnet import ResNetConfig
 from meshlib.validation.hosts import Host, host_of
 from meshlib.validation.machine import slice_of, stated_sizes
 from meshlib.validation.policies import NotExpressed
-from meshlib.validation.published import ROWS
+from meshlib.validation.runs import ROWS
 
 Row = Mapping[str, Any]
 

@@ -31,7 +31,7 @@ from meshlib.validation.hosts import Host, host_of, includes_input
 from meshlib.validation.image_training import prepare_images
 from meshlib.validation.images import image_run_of, is_of_images, resnet_name
 from meshlib.validation.policies import NotExpressed
-from meshlib.validation.published import ROWS
+from meshlib.validation.runs import ROWS
 from meshlib.validation.validating import Checked, check_row
 
 SIZES = (256, 384, 512, 640)  # pixels per side of RetinaNet's images

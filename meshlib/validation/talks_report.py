@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshlib.core.text import grid, seconds_text, usd_text
-from meshlib.validation.published import ROWS
+from meshlib.validation.runs import ROWS
 from meshlib.validation.talks import Talks
 
 

@@ -2,7 +2,7 @@
 
     .venv/bin/python tests/benchmarks/experts.py [--seconds 30] [--workers 2] [--only PART ...]
 
-Of each published row that says its layout (`meshlib.validation.published`): model, batch, slice, optimizer, compiler
+Of each published row that says its layout (`meshlib.validation.runs`): model, batch, slice, optimizer, compiler
 and what is computed again are the row's; mesh and layout are searched, the row's own among them. Both times are
 predictions: a gain within the model's median error, or within its error on the row, is a tie. Below each other gain:
 what to know before acting on it (`Found.cautions`).
@@ -23,8 +23,7 @@ from meshlib.models import train_step
 from meshlib.optimize import AdamWOptimizer
 from meshlib.searching.outcomes import Outcome
 from meshlib.validation.policies import NotExpressed
-from meshlib.validation.published import ROWS
-from meshlib.validation.runs import Run, run_of
+from meshlib.validation.runs import ROWS, Run, run_of
 from meshlib.validation.training import compiler_of, config_of, layout_of, remat_of
 
 HEAD = ("row", "measured", "own layout*", "off", "best*", "gain*", "gap", "best layout")

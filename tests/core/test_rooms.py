@@ -55,7 +55,7 @@ UP = {
     ("meshlib.searching.result", "meshlib.report.plots"): "Found.plot",
     ("meshlib.program.records", "meshlib.report.page"): "Program.report",
     ("meshlib.searching.result", "meshlib.report.page"): "Found.report",
-    ("meshlib.searching.result", "meshlib.report.ranked"): "Found.report",
+    ("meshlib.searching.result", "meshlib.report.alternatives"): "Found.report",
 }
 # Methods of the public face that are written in a module of their own, which builds on the class: bound when called.
 METHODS = {

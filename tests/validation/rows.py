@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshlib.validation.published import ROWS
+from meshlib.validation.runs import ROWS
 from tests.effort import deep
 
 BY_NAME = {row["id"]: row for row in ROWS}

@@ -13,8 +13,7 @@ import meshlib.validation
 from meshlib.estimation import CALIBRATED
 from meshlib.validation.image_training import prepare_images
 from meshlib.validation.images import image_run_of, is_of_images
-from meshlib.validation.published import ROWS
-from meshlib.validation.runs import Run
+from meshlib.validation.runs import ROWS, Run
 from meshlib.validation.training import config_of, layout_of, prepare, remat_of
 from meshlib.validation.validating import check_row
 from tests.effort import some

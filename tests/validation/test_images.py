@@ -12,7 +12,7 @@ from meshlib.estimation.time.physics import CALIBRATED
 from meshlib.validation.hosts import Host, host_of
 from meshlib.validation.image_training import prepare_images
 from meshlib.validation.images import image_run_of, is_of_images
-from meshlib.validation.published import ROWS
+from meshlib.validation.runs import ROWS
 from meshlib.validation.talks import (
     DETECTION_PIXELS,
     IMAGENET_PIXELS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshlib.validation.inference import estimated, phase_of, priced
-from meshlib.validation.published import ROWS
+from meshlib.validation.runs import ROWS
 from meshlib.validation.validating import check_row
 
 # Errors allowed: 10 % is asked; the README says by how much decoding misses it. The 540B model is decoded by a program

@@ -7,7 +7,7 @@ import pytest
 
 from meshlib.__main__ import main
 from meshlib.validation.machine_figures import machine_figures
-from meshlib.validation.published import ROWS
+from meshlib.validation.runs import ROWS
 
 
 @cache

@@ -16,8 +16,7 @@ pytest.importorskip("yaml")
 import meshlib as mtf
 from meshlib.models import read_maxtext
 from meshlib.models.maxtext.settings import parsed
-from meshlib.validation.published import ROWS
-from meshlib.validation.runs import run_of
+from meshlib.validation.runs import ROWS, run_of
 from meshlib.validation.training import prepare
 from tests.effort import some
 

@@ -6,7 +6,7 @@ import pytest
 
 from meshlib.estimation import CALIBRATED, Physics
 from meshlib.validation.calibrate import Case, fit
-from meshlib.validation.published import ROWS
+from meshlib.validation.runs import ROWS
 from meshlib.validation.training import prepare
 from meshlib.validation.validating import check_row
 from tests.effort import deep

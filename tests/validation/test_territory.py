@@ -6,8 +6,7 @@ import pytest
 
 from meshlib.estimation.views import cautions
 from meshlib.validation.policies import NotExpressed
-from meshlib.validation.published import ROWS
-from meshlib.validation.runs import Run, run_of
+from meshlib.validation.runs import ROWS, Run, run_of
 
 
 def judged() -> list[Run]:

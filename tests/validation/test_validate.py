@@ -10,8 +10,7 @@ import meshlib as mtf
 from meshlib.__main__ import main
 from meshlib.estimation import Physics
 from meshlib.estimation.time.physics import CALIBRATED
-from meshlib.validation.published import ROWS
-from meshlib.validation.runs import run_of
+from meshlib.validation.runs import ROWS, run_of
 from meshlib.validation.training import prepare
 from meshlib.validation.validating import Validation, absolute, check_row, percentile, validate
 from tests.effort import deep

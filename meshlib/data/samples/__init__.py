@@ -1,12 +1,4 @@
-"""Sample data without downloads: digits, shapes, scenes with boxes, text and verses; and image files of results.
-
-mnist_digits   MNIST's digits, from IDX files, a cache or a download; otherwise drawn ones
-drawn_shapes   coloured shapes of ten classes, alone or several in a scene with their boxes
-image_folders  folders of pictures by class, IDX files, or drawn shapes
-plain_text     bytes of a file, a folder, or the sources of Python's own library
-verse_pairs    lines of verse, each with the next one
-pictures       grids of images and frames of boxes as PNG files
-"""
+"""Sample data without downloads: digits, shapes, scenes with boxes, text and verses; and image files of results."""
 
 from meshlib.data.samples.drawn_shapes import CLASSES as CLASSES
 from meshlib.data.samples.drawn_shapes import Scenes as Scenes

@@ -1,11 +1,4 @@
-"""Tokenisation: byte pairs, and text-to-text examples.
-
-pretokenizer    words, which merges do not cross
-merges          learning and applying merges
-bytepairs       a vocabulary
-tokenizer_file  its file
-text_pairs      pairs of texts as arrays of static lengths
-"""
+"""Tokenisation: byte pairs, and text-to-text examples."""
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 

@@ -1,12 +1,4 @@
-"""`compile_for`: the real compiler's verdict on a program, for a slice that need not be present.
-
-topologies   slices by the TPU compiler's names
-worker       the compiling process
-process      the parent's handle of that process
-memory       the compiler's memory report, or its out-of-memory error
-matching     planned against compiled collectives
-result       the `Compiled` that users see
-"""
+"""`compile_for`: the real compiler's verdict on a program, for a slice that need not be present."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Compiled modules as XLA prints them: parsed, with the collectives that they run.
-
-text         computations, instructions, source lines
-loops        trips of loops
-groups       replica groups as mesh axes
-collectives  what is sent, how often
-scopes       the named scope of each instruction
-"""
+"""Compiled modules as XLA prints them: parsed, with the collectives that they run."""
 
 from __future__ import annotations
 

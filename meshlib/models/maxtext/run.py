@@ -11,6 +11,7 @@ from typing import Any
 from hardware.errors import HardwareError
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
+from meshlib import optimize
 from meshlib.core.compiler import XLA_TPU, Compiler
 from meshlib.core.errors import GraphError, LayoutError, SliceError
 from meshlib.core.graph import Graph, Operation, Tensor
@@ -19,8 +20,7 @@ from meshlib.models.config import TransformerConfig
 from meshlib.models.maxtext.kernels import chip_of
 from meshlib.models.maxtext.keys import PARTS
 from meshlib.models.maxtext.mesh import AxisSizes, axes_of
-from meshlib.models.maxtext.model import config_of, looks_up_biases, noise_bytes
-from meshlib.models.maxtext.optimizer import clipping_norm, optimizer_of
+from meshlib.models.maxtext.model import FLOATS, config_of, looks_up_biases, noise_bytes
 from meshlib.models.maxtext.remat import remat_of
 from meshlib.models.maxtext.rules import Translation, translated
 from meshlib.models.maxtext.settings import OVERRIDES, WHAT, Settings, settings_of
@@ -30,6 +30,35 @@ from meshlib.models.train import train_step
 from meshlib.ops.control.remat import Policy
 from meshlib.optimize.base import Optimizer
 from meshlib.program.records import Program
+
+OPTIMIZERS = ("adamw", "adam_pax", "sgd")
+RATE = 1e-3  # no effect on cost
+
+
+def optimizer_of(s: Settings) -> Optimizer:
+    """The optimizer for `mtf.models.train_step`: slots and master copies in the dtype of the weights, as in optax; the
+    first moment in `mu_dtype` if set; on the host with `optimizer_memory_host_offload`.
+
+    Raises: GraphError for an unsupported optimizer.
+    """
+    name = s["opt_type"]
+    if name == "muon":
+        s.fail("opt_type", "this library has no Muon, which multiplies each gradient by itself several times")
+    s.choice("opt_type", OPTIMIZERS)
+    weights = s.choice("weight_dtype", tuple(FLOATS))
+    mean = s.choice("mu_dtype", tuple(FLOATS)) if s["mu_dtype"] else None
+    on_host = s.flag("optimizer_memory_host_offload")
+    if name == "sgd":
+        return optimize.SgdOptimizer(RATE, master_dtype=weights, slots_on_host=on_host)
+    return optimize.AdamWOptimizer(
+        RATE, mean_dtype=mean, slot_dtype=weights, master_dtype=weights, slots_on_host=on_host
+    )
+
+
+def clipping_norm(s: Settings) -> float | None:
+    """The global norm to which gradients are clipped; None for no clipping."""
+    threshold = s.number("gradient_clipping_threshold")
+    return threshold if threshold > 0 else None
 
 
 @dataclass(frozen=True, eq=False)

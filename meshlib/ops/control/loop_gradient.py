@@ -15,8 +15,8 @@ from meshlib.core.graph import Graph, Operation, Tensor
 from meshlib.core.loop_record import LoopRecord
 from meshlib.core.replay import needed, replay
 from meshlib.ops.control.deferred import Deferred, deferred, weights_are_separate
-from meshlib.ops.control.host import from_host
 from meshlib.ops.control.loops import Body, make_loop
+from meshlib.ops.control.remat import from_host
 from meshlib.ops.control.sources import constant_full
 from meshlib.ops.gradients import gradients, is_wanted
 from meshlib.ops.movement.shape import rename_dimension, reshape, transpose

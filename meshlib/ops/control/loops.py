@@ -27,14 +27,12 @@ from meshlib.core.graph import (
     current_scope,
     innermost,
 )
-from meshlib.core.loop_body import LateCarry, LoopBody
-from meshlib.core.loop_record import Active, Branch, LoopOperands, LoopRecord, LoopResults, Timing
+from meshlib.core.loop_record import Active, Branch, LateCarry, LoopBody, LoopOperands, LoopRecord, LoopResults, Timing
 from meshlib.core.names import free_name, relative_name
 from meshlib.core.opdef import Array, Block, Factor, Kind, Role, Work, operation
 from meshlib.core.replay import needed
 from meshlib.ops.building import build_source, tensor
-from meshlib.ops.control.host import to_host
-from meshlib.ops.control.remat import PartialPolicy, Policy, Remat, checked_policy, kept_values
+from meshlib.ops.control.remat import PartialPolicy, Policy, Remat, checked_policy, kept_values, to_host
 from meshlib.ops.control.sources import INPUT, _constant
 from meshlib.ops.movement.shape import rename_dimension
 from meshlib.ops.movement.tables import table

@@ -11,11 +11,51 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from meshlib.core.arguments import at, choice, flag, items
 from meshlib.core.errors import GraphError, nearest
-from meshlib.core.graph import Operation, Tensor
-from meshlib.core.opdef import MOST_OPS, RESIDENT, THROUGH, Home, Kind
-from meshlib.ops.control.host import to_host
+from meshlib.core.graph import Operation, Tensor, absolute_scope
+from meshlib.core.opdef import MOST_OPS, RESIDENT, THROUGH, Array, Block, Home, Kind, Linear, OpDef, operation
+from meshlib.ops.building import build
+from meshlib.ops.rules import named_factors, no_work
+
+
+def _local(block: Block, x: Array) -> Array:
+    out = block.result()
+    np.copyto(out, x)
+    return out
+
+
+def _define(name: str) -> OpDef:
+    return operation(
+        name,
+        kind=Kind.COPY,
+        shape=lambda types, attrs: types[0],
+        roles=named_factors,
+        local=_local,
+        grad=lambda op, dy: [dy],
+        linear=lambda op: Linear((0,)),
+        work=no_work,
+        home=Home.OPERAND,
+        exact=True,
+    )
+
+
+TO_HOST, FROM_HOST = _define("to_host"), _define("from_host")
+
+
+def to_host(x: Tensor) -> Tensor:
+    """`x` copied to host memory."""
+    with absolute_scope(x.operation.name):
+        return build(TO_HOST, [x], {"on_host": True})
+
+
+def from_host(x: Tensor) -> Tensor:
+    """`x` copied from host memory to HBM."""
+    with absolute_scope(x.operation.name):
+        return build(FROM_HOST, [x], {})
+
 
 POLICIES = ("full", "none", "matmuls")
 

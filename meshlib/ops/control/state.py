@@ -11,7 +11,7 @@ from meshlib.core.errors import GraphError, ShapeError, nearest
 from meshlib.core.graph import UPDATE, Operation, Tensor, region
 from meshlib.core.opdef import NONLINEAR, GradRule, Home, Kind, Linear, OpDef, Storage, operation
 from meshlib.ops.building import build, tensor
-from meshlib.ops.control.host import FROM_HOST
+from meshlib.ops.control.remat import FROM_HOST
 from meshlib.ops.rules import named_factors, no_work, not_differentiable
 
 

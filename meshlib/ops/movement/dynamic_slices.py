@@ -1,4 +1,4 @@
-"""Slices whose start is a tensor: dynamic_slice, and update_slice in place.
+"""Slices and rows at positions that are tensors: dynamic_slice, and update_slice and update_rows in place.
 
 Each row may have its own start, like the sequences of a batch in a cache. If the dim is split each device writes the
 part inside its block, and nothing is sent. Like a compiler, the buffer plan updates a tensor in place if it has no
@@ -17,7 +17,7 @@ from meshlib.core.arguments import at, choice, whole
 from meshlib.core.dtypes import INT32
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType, find_dim
-from meshlib.core.opdef import Array, Block, Kind, Linear, Role, Work, operation
+from meshlib.core.opdef import Array, Block, Kind, Linear, Role, Work, operation, variant
 from meshlib.ops.building import as_tensor, build, tensor
 from meshlib.ops.control.sources import constant_full, constant_like
 from meshlib.ops.movement.indexing import check_indices, gather
@@ -171,3 +171,72 @@ def _start(start: Tensor | int, x: Tensor, dim: Dimension, what: str) -> Tensor:
             + (f", whose dims {', '.join(stray)} are none" if stray else "; cast it with mtf.cast")
         )
     return begin
+
+
+def _write_rows(block: Block, x: Array, rows: Array, indices: Array) -> Array:
+    """Write the rows whose indices are in this block."""
+    dim = block.attrs["dim"]
+    check_indices(block, indices)
+    out = block.result()
+    if out is not x:
+        np.copyto(out, x)
+    names, of_rows, of_indices = (t.shape.names for t in block.inputs)
+    rest = [n for n in names if n != dim.name]
+    place = indices - block.offsets[dim.name]
+    inside = (place >= 0) & (place < out.shape[names.index(dim.name)])
+    into = out.transpose([names.index(n) for n in (dim.name, *rest)])
+    into[place[inside]] = rows.transpose([of_rows.index(n) for n in (*of_indices, *rest)])[inside]
+    return out
+
+
+def _rows_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
+    _, rows, indices = op.inputs
+    hidden = build(UPDATE_ROWS, [dy, constant_full(0, rows, dy.dtype), indices], op.attrs)
+    return [hidden, transpose(gather(dy, indices, op.attrs["dim"], out_of_range="zero"), rows.shape), None]
+
+
+UPDATE_ROWS = variant(
+    UPDATE_SLICE,
+    "update_rows",
+    roles=lambda op: named_factors(op, {d.name: Role.WHOLE for d in op.inputs[2].shape}),
+    local=_write_rows,
+    grad=_rows_grad,
+)
+
+
+def update_rows(
+    x: Tensor, rows: Tensor, indices: Tensor, dim: Dimension | str, name: str | None = None, out_of_range: str = "error"
+) -> Tensor:
+    """`x` with the rows at `indices` of one dim replaced.
+
+    X[I, D], R[n, D], i[n]  ->  Y[I, D]: Y[i[j], d] = R[j, d], else X
+
+    Args:
+      x: any dtype.
+      rows: the dims of `indices`, and those of x except `dim`. Dtype of x.
+      indices: int32, with dims that x lacks; valid indices are distinct.
+      dim: dim of x or its name.
+      name: name of the result.
+      out_of_range: for rows with an invalid index: "error" raises, "drop" skips them.
+    Returns: the type of x.
+    Cost: the bytes of the rows if x has no later reader and is updated in place; otherwise also x is read and written.
+      If `dim` is split, rows are replicated and each device writes those in its block.
+    Raises: ShapeError for dims or dtypes that do not fit; FeedError at run time for an invalid index.
+    Example:
+      >>> import meshlib as mtf
+      >>> pages, new = mtf.Dimension("pages", 4), mtf.Dimension("new", 2)
+      >>> with mtf.Graph():
+      ...     rows, at = mtf.input("rows", [new]), mtf.input("at", [new], "int32")
+      ...     y = mtf.update_rows(mtf.zeros([pages]), rows, at, pages)
+      >>> mtf.simulate(mtf.lower({"y": y})).step(rows=[5, 7], at=[3, 0])["y"].tolist()
+      [7.0, 0.0, 0.0, 5.0]
+    """
+    what = "update_rows"
+    choice(out_of_range, what, "out_of_range", ("error", "drop"))
+    d = find_dim(tensor(x, what), dim, what)
+    wanted = {*tensor(indices, what).shape, *(p for p in x.shape if p != d)}
+    if indices.dtype is not INT32 or any(p.name in x.shape.names for p in indices.shape):
+        raise ShapeError(f"{at(what)}: indices must be int32, with dims that x lacks", indices, x)
+    if {*tensor(rows, what).shape} != wanted:
+        raise ShapeError(f"{at(what)}: rows must have the dims of the indices and those of x but '{d.name}'", rows, x)
+    return build(UPDATE_ROWS, [x, rows, indices], {"dim": d, "out_of_range": out_of_range}, name)
