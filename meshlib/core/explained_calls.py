@@ -162,11 +162,6 @@ def _method_called(method: Callable[..., Any], args: tuple[Any, ...]) -> Called:
 # ------------------------------------------------------------ mismatches
 
 
-def _by_kind(parameters: Mapping[str, Parameter]) -> dict[Any, list[str]]:
-    """The names of parameters of each kind, without self."""
-    return {kind: [n for n, p in parameters.items() if p.kind is kind and n not in SELF] for kind in _KINDS}
-
-
 def _too_many(count: int, in_order: Sequence[str], by_name: Sequence[str]) -> str:
     """The fault of a call with too many positional arguments."""
     arguments = f"argument{'s' * (len(in_order) != 1)} by position ({', '.join(in_order)})"
@@ -180,7 +175,7 @@ def _mismatch(
 ) -> str | None:
     """The mismatch between the arguments of a call and the signature, in words; None if they match."""
     parameters = _parameters(functions)
-    by_kind = _by_kind(parameters)
+    by_kind = {kind: [n for n, p in parameters.items() if p.kind is kind and n not in SELF] for kind in _KINDS}
     in_order = [*by_kind[Parameter.POSITIONAL_ONLY], *by_kind[Parameter.POSITIONAL_OR_KEYWORD]]
     known = [*in_order, *by_kind[Parameter.KEYWORD_ONLY]]
     count = len(args) - any(n in SELF for n in parameters)

@@ -183,7 +183,7 @@ def search(
         make, problems, space, len(first), lighter, measure, seconds, workers, progress, stored_estimates, begun
     )
     largest = max((p.dims for p in problems.values()), key=len)
-    left_out = {chosen: _line(fault) for chosen, fault in refused.items()}
+    left_out = {chosen: " ".join(str(fault).split())[:LINE] for chosen, fault in refused.items()}
     recomputed = "; of each layout the least recomputation that fits" if lighter else ""
     declared = space_of(largest, axes) + recomputed
     try:
@@ -284,11 +284,6 @@ def _usual(build: object, where: Slice, problem: SearchProblem) -> list[tuple[Me
         with suppress(LayoutError):
             pairs.append((Mesh(mesh), layout(name, build, mesh)))
     return pairs
-
-
-def _line(fault: Exception) -> str:
-    """An error message on one line."""
-    return " ".join(str(fault).split())[:LINE]
 
 
 def _fixed(fix: Any, sizes: Any) -> Fixed:

@@ -287,7 +287,7 @@ class Search:
             return False
         c, problem, bound = self.space[n], self.problems[self.space[n].choices], self.bounds[n]
         for lighter in self.lighter.get(n, ()):
-            known = self._known_of(lighter)
+            known = self.outcomes.get(self._representative(lighter))
             if known is not None and known.fits:
                 self.outcomes[n] = Outcome(c, NEEDLESS, bound, why=f"fits with less recomputed: {known.candidate}")
                 return False
@@ -307,10 +307,6 @@ class Search:
             self.outcomes[n] = Outcome(c, ALIKE, bound, why=f"lies as {self.space[first]}")
             return False
         return True
-
-    def _known_of(self, n: int) -> Outcome | None:
-        """Outcome of a candidate, or of the one that it is equivalent to."""
-        return self.outcomes.get(self._representative(n))
 
     def _representative(self, n: int) -> int:
         """A candidate, or the one that it is equivalent to."""

@@ -76,7 +76,7 @@ def table(est: Estimate, rows: int | None) -> str:
         "",
         *_bounds(est),
         f"compiler: {est.compiler}; overlap of collectives: {est.compiler.overlap}",
-        *_placement_lines(est),
+        *str(est.placement).splitlines(),
         *filter(None, [twisting(est)]),
         *_unpublished(est),
     ]
@@ -200,10 +200,6 @@ def _bounds(est: Estimate) -> list[str]:
     parts = [f"{name} {seconds_text(s)}" for name, s in est.bound_seconds.items() if s]
     engines = [f"{name} {seconds_text(s)}" for name, s in est.engine_seconds.items() if s]
     return ["what bounds the step (modelled): " + ", ".join(parts), "busy engines (modelled): " + ", ".join(engines)]
-
-
-def _placement_lines(est: Estimate) -> list[str]:
-    return str(est.placement).splitlines()
 
 
 def _unpublished(est: Estimate) -> list[str]:

@@ -179,7 +179,7 @@ def _collective(
         times,
         branch,
         _is_async(frame, i),
-        kind is ALL_REDUCE and _only_sliced(module, holder, i, size),
+        kind is ALL_REDUCE and size > 1 and _reads_slices(module, holder, i.name),
         i.op_name or _op_name_beside(frame, i),
         source,
         int(match[1]) if (match := _DIMS.search(i.attributes)) else None,
@@ -263,11 +263,6 @@ def _cut(holder: Computation, i: HloInstruction) -> bool:
     return bool(readers) and all(
         r.opcode == "dynamic-slice" or (r.opcode in _LOOKS and _cut(holder, r)) for r in readers
     )
-
-
-def _only_sliced(module: Module, holder: Computation, i: HloInstruction, size: int) -> bool:
-    """Whether each device reads no more than a slice of a sum, looking into fusions."""
-    return size > 1 and _reads_slices(module, holder, i.name)
 
 
 def _reads_slices(module: Module, holder: Computation, name: str, depth: int = 0) -> bool:

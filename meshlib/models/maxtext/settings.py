@@ -146,14 +146,10 @@ def settings_of(
     rules = _merged(rules, given, f"{place.name} (an override)")
     values |= given
     sources |= dict.fromkeys(given, OVERRIDES)
-    known = {k: None if _none(v) else v for k, v in values.items()}
+    known = {k: None if isinstance(v, str) and v.lower() == "none" else v for k, v in values.items()}
     settings = Settings(str(place), known, sources, serving=serving_sign(chain, given))
     _check(settings)
     return _with_rules(settings, rules, folders)
-
-
-def _none(value: Any) -> bool:
-    return isinstance(value, str) and value.lower() == "none"
 
 
 def _overrides(given: object) -> dict[str, Any]:

@@ -30,16 +30,11 @@ def _where_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 
 
 def _where_into(condition: Array, x: Array, y: Array, out: Array) -> None:
-    distinct = _distinct_elements(condition)
+    distinct = condition[tuple(np.s_[:1] if stride == 0 else np.s_[:] for stride in condition.strides)]
     if distinct.size < out.size and distinct.all():  # fast for a mask of whole blocks that hides nothing here
         np.copyto(out, x)
     else:
         np.copyto(out, np.where(condition, x, y))
-
-
-def _distinct_elements(x: Array) -> Array:
-    """The elements of an array, once each if it is broadcast."""
-    return x[tuple(np.s_[:1] if stride == 0 else np.s_[:] for stride in x.strides)]
 
 
 WHERE = define(
