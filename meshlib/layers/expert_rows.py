@@ -16,9 +16,10 @@ from meshlib.ops.movement.shape import reshape
 TOKENS = "expert_tokens"  # the dim of tokens that are sorted together
 SENT = "sender_rows"  # the dim of rows of several senders before they are sorted again
 PLACES = "expert_capacity"  # the dim of an expert's slots, or of the rows of a shard
-# Regrouping reads and writes rows twice in each pass. This takes as long as the products of a quarter more rows where
-# experts have d_ff = 2 / 0.75 x (flops per byte of HBM): about 640 on v5e (240).
-WASTED_TILES = 1.25
+# Rows in tiles to leave out, for each row that is sorted again, which is read and written twice in each pass. This takes
+# as long as the products of a quarter of a row where experts have d_ff = 2 / 0.75 x (flops per byte of HBM): about 640 on
+# v5e (240).
+LEFT_OUT = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,8 @@ class ExpertRows(SizePlan):
             group_blocks=groups if cut_blocks > 1 else gcd(groups, here.get(self.batch_name, 1)),
             cut_blocks=cut_blocks,
         )
-        return joined if laid.computed_rows > WASTED_TILES * joined.computed_rows else laid
+        sorted_again = groups * cuts * laid.rows
+        return joined if laid.computed_rows - joined.computed_rows > LEFT_OUT * sorted_again else laid
 
     @property
     def computed_rows(self) -> int:

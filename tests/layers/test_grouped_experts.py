@@ -131,7 +131,7 @@ EXCHANGES = {
 
 def test_rows_of_several_senders_are_sorted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and gradients equal those of products with masks, on both executors and JAX; most experts have no rows."""
-    monkeypatch.setattr(expert_rows, "WASTED_TILES", 0.0)  # whatever few rows gain
+    monkeypatch.setattr(expert_rows, "LEFT_OUT", -1.0)  # whatever few rows gain
     drawn = Drawn(Routing(top_k=2, capacity_factor=None), 8, 1.0)
     whole, masks = (drawn.sessions(form)[1] for form in ("grouped", "einsum"))
     rng = np.random.default_rng(3)
