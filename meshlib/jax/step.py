@@ -23,7 +23,7 @@ from meshlib.jax.placing import between_steps, device_mesh, spec_of
 from meshlib.jax.settings import by_default
 from meshlib.jax.table import row_of, storage
 from meshlib.ops.control.sources import STEP
-from meshlib.ops.pointwise.random import RANDOM
+from meshlib.ops.pointwise.random import RANDOM, stream_of
 from meshlib.program.instructions import Compute, Loop, Value
 from meshlib.program.records import Program, walk
 
@@ -66,7 +66,11 @@ class Step:
         self.variables = {n: self.sharding(v) for n, v in program.variables.items() if n != STEP}
         self.inputs = {n: self.sharding(v) for n, v in program.inputs.items()}
         self.drawing = sorted(
-            {i.operation.name for i, _, _ in walk(program) if isinstance(i, Compute) and i.operation.opdef is RANDOM}
+            {
+                stream_of(i.operation)
+                for i, _, _ in walk(program)
+                if isinstance(i, Compute) and i.operation.opdef is RANDOM
+            }
         )
         self.prints = _prints(program)
         self.calls_host = bool(self.prints) or any(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from layouts import Shape
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import DTYPES, CodeStep
@@ -16,7 +15,7 @@ from meshlib.jax.importing.table import fresh, rule
 from meshlib.jax.importing.writing import StepWriter
 from meshlib.ops.pointwise.binary import less, minimum
 from meshlib.ops.pointwise.casts import cast
-from meshlib.ops.pointwise.random import random_normal, random_uniform
+from meshlib.ops.pointwise.random import drawn_from
 from meshlib.ops.pointwise.unary import floor
 
 # Operands of draws with bounds. In a part of a differentiated function, known bounds are no operands.
@@ -30,10 +29,16 @@ def _bounds(step: CodeStep) -> tuple[Any, Any]:
     return low, high
 
 
-def _uniform(w: StepWriter, step: CodeStep) -> Tensor:
-    low, high = _bounds(step)
-    out = step.outs[0]
-    return random_uniform(w.shape(out.axes), float(low), float(high), DTYPES[out.dtype])
+def _numbers(
+    w: StepWriter, step: CodeStep, law: str = "uniform", low: float = 0.0, high: float = 1.0, part: int = 0
+) -> Tensor:
+    """The random numbers of a step in its result's shape; `part` distinguishes several that it draws."""
+    (out,) = step.outs
+    stream, dtype = step.params.get("stream"), DTYPES[out.dtype]
+    of = f"{stream} part {part}" if stream and part else stream
+    return drawn_from(
+        w.shape(out.axes), (law, low, high), dtype if "float" in dtype else "float32", None, f"random_{law}", of
+    )
 
 
 def _draw_axes(axes: Axes, step: CodeStep) -> None:
@@ -46,18 +51,16 @@ def _no_axes(axes: Axes, step: CodeStep) -> None:
             fresh(axes, out)
 
 
-rule("jit:_uniform", axes=_draw_axes, write=_uniform)
 rule(
-    "jit:_normal jit:_normal_real",
+    "jit:_uniform",
     axes=_draw_axes,
-    write=lambda w, step: random_normal(w.shape(step.outs[0].axes), dtype=DTYPES[step.outs[0].dtype]),
+    write=lambda w, step: _numbers(w, step, "uniform", float(step.ins[1].number), float(step.ins[2].number)),
 )
+rule("jit:_normal jit:_normal_real", axes=_draw_axes, write=lambda w, step: _numbers(w, step, "normal"))
 
 
 def _bernoulli(w: StepWriter, step: CodeStep) -> Tensor:
-    shape = w.shape(step.outs[0].axes)
-    drawn = random_uniform(shape)
-    return less(drawn, w.operand(step.ins[1], step.outs[0].axes))
+    return less(_numbers(w, step), w.operand(step.ins[1], step.outs[0].axes))
 
 
 rule("jit:_bernoulli", axes=_draw_axes, write=_bernoulli)
@@ -68,7 +71,7 @@ def _integers(w: StepWriter, step: CodeStep) -> Tensor:
     axes = step.outs[0].axes
     low, high = (w.operand(x, axes) for x in step.ins[1:3])
     count = high - low
-    drawn = random_uniform(w.shape(axes)) * (cast(count, "float32") if isinstance(count, Tensor) else float(count))
+    drawn = _numbers(w, step) * (cast(count, "float32") if isinstance(count, Tensor) else float(count))
     return minimum(cast(floor(drawn), "int32") + low, high - 1)
 
 
@@ -77,14 +80,12 @@ rule("jit:_randint", axes=_draw_axes, write=_integers)
 
 def _bits(w: StepWriter, step: CodeStep) -> Tensor:
     """Random bits; 32-bit words as signed integers of the same bits."""
-    shape, width = w.shape(step.outs[0].axes), int(step.params["bit_width"])
-    if width < 32:
-        return _drawn_below(shape, 2**width)
-    return (_drawn_below(shape, 2**16) - 2**15) * 2**16 + _drawn_below(shape, 2**16)
+    width = int(step.params["bit_width"])
 
+    def below(count: int, part: int) -> Tensor:
+        return cast(floor(_numbers(w, step, part=part) * float(count)), "int32")
 
-def _drawn_below(shape: Shape, count: int) -> Tensor:
-    return cast(floor(random_uniform(shape) * float(count)), "int32")
+    return below(2**width, 0) if width < 32 else (below(2**16, 0) - 2**15) * 2**16 + below(2**16, 1)
 
 
 rule("random_bits", axes=_draw_axes, write=_bits)

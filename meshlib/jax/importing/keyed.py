@@ -1,7 +1,8 @@
 """Draws with equal keys, which give equal numbers in JAX: the draws of the library would be independent.
 
 A step that reads a key is the earlier one with an equal key where that is visible, and leaves loops that do not
-determine its key. Where neither is possible, the second draw is refused.
+determine its key. In another body it draws from the same stream, if it is in loops of equal length. Otherwise the
+second draw is refused.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jax.interpreters.partial_eval import dce_jaxpr
+
 from meshlib.jax.importing.code import CodeStep, Var
 from meshlib.jax.importing.trips import elements_of
 
 AGAIN = (
-    "a draw with a key that another loop, checkpoint or rule has drawn with, which gives the same numbers in JAX; draw "
-    "once outside and pass the numbers, and import a loss without its gradient"
+    "a draw with a key that another loop has drawn with, of another length or for another distribution, which gives "
+    "the same numbers in JAX; draw once outside and pass the numbers, and import a loss without its gradient"
 )
 
 
 @dataclass(eq=False)
 class Level:
-    """The steps of a body being traced; a loop's run once for each trip."""
+    """The steps of a body being traced, which a loop runs `trips` times; 0 for other bodies."""
 
-    loop: bool = False
+    trips: int = 0
     steps: list[CodeStep] = field(default_factory=list)
     keyed: dict[Hashable, list[Var]] = field(default_factory=dict)
 
@@ -34,6 +37,8 @@ class Keyed:
 
     identities: dict[Var, Hashable] = field(default_factory=dict)
     drawn: dict[Hashable, frozenset[str]] = field(default_factory=dict)  # bits -> kinds of their draws
+    # identity -> the first draw, and the trips of the loops around it
+    first: dict[Hashable, tuple[CodeStep, tuple[int, ...]]] = field(default_factory=dict)
     _numbers: dict[Hashable, int] = field(default_factory=dict)
 
     def _number(self, *identity: Hashable) -> int:
@@ -63,7 +68,9 @@ class Keyed:
         sums = {e.outvars[0]: e.invars for e in jaxpr.eqns if e.primitive.name == "add"}
         for x, first, v, result in zip(own[:carries], given, inside, jaxpr.outvars, strict=False):
             a, b = (None, None) if hasattr(result, "val") else sums.get(result, (None, None))
-            if a is v and hasattr(b, "val") and not x.shape:
+            if x.key and (following := _following(jaxpr, inside.index(v), len(inside))) is not None:
+                self.identities[x] = ("carry", self.identity(first), following)
+            elif a is v and hasattr(b, "val") and not x.shape:
                 self.identities[x] = ("counter", self.identity(first), p["length"], p["reverse"], str(b))
 
     def stack(self, bodys: Sequence[Var], stacks: Sequence[Any]) -> None:
@@ -81,14 +88,18 @@ class Keyed:
             if identity in level.keyed:
                 return level.keyed[identity]
         depth = len(levels) - 1
-        while levels[depth].loop and all(x.const is not None or x.level < depth for x in step.ins):
+        while levels[depth].trips and all(x.const is not None or x.level < depth for x in step.ins):
             depth -= 1
         if not all(out.key for out in step.outs):
             # Parts of a differentiated function may contain the bits of a distribution without its name.
             keys = (self.identity(x) for x in step.ins if x.key)
             bits = (step.params.get("bit_width", 32), step.outs[0].shape, *keys)
             kinds = self.drawn.get(bits, frozenset())
-            if step.kind in kinds or (kinds and "random_bits" in {step.kind, *kinds}):
+            around = tuple(level.trips for level in levels[: depth + 1] if level.trips)
+            first, like = self.first.setdefault(identity, (step, around))
+            if first is not step and around == like:
+                first.params = step.params = {**first.params, "stream": f"key {identity}"}
+            elif step.kind in kinds or (kinds and "random_bits" in {step.kind, *kinds}):
                 return None
             self.drawn[bits] = kinds | {step.kind}
         for n, out in enumerate(step.outs):
@@ -96,3 +107,10 @@ class Keyed:
         levels[depth].steps.append(step)
         levels[depth].keyed[identity] = step.outs
         return step.outs
+
+
+def _following(jaxpr: Any, at: int, carries_and_slices: int) -> str | None:
+    """How a loop computes a carry from its own value alone; None if other values determine it."""
+    consts = len(jaxpr.invars) - carries_and_slices
+    part, used = dce_jaxpr(jaxpr, [n == at for n in range(len(jaxpr.outvars))])
+    return str(part) if [n for n, read in enumerate(used) if read] == [consts + at] else None

@@ -99,9 +99,9 @@ class Tracing:
 
     # ------------------------------------------------------------ code
 
-    def body(self, closed: Any, ins: Sequence[Value], around: SourcePlace, loop: bool = False) -> Code:
+    def body(self, closed: Any, ins: Sequence[Value], around: SourcePlace, trips: int = 0) -> Code:
         """A jaxpr as a separate body; `ins` are its arguments."""
-        self.levels.append(Level(loop))
+        self.levels.append(Level(trips))
         outs = flat(self.inline(closed, ins, around, inherit=False))
         return Code([], outs, self.levels.pop().steps)
 
@@ -307,7 +307,9 @@ class Tracing:
             operands = [flat([x])[0] for x in ins]
             count_trips(eqn, operands, own, self.axes.space())
             self.keyed.identify(eqn, own, operands[consts:])
-        body = self.body(closed, [*ins[:consts], *packed(own, avals)], SourcePlace(place.line, ()), loop=True)
+        body = self.body(
+            closed, [*ins[:consts], *packed(own, avals)], SourcePlace(place.line, ()), int(eqn.params["length"])
+        )
         body.ins = own
         count = sum(map(len, parts[:carries]))
         results = self._holding("scan", eqn, flat(ins[consts:]), place, (body,), flat(ins), num_carry=count)

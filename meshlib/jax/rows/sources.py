@@ -18,6 +18,7 @@ from meshlib.core.initializers import limits
 from meshlib.core.random import PARITY, ROTATIONS
 from meshlib.jax.context import Array, Index
 from meshlib.jax.table import RowContext, rounded, row, storage, widest
+from meshlib.ops.pointwise.random import stream_of
 
 
 @row("input")
@@ -92,7 +93,7 @@ def _times(x: Array, factor: int) -> tuple[Array, Array]:
 @row("random")
 def _random(part: RowContext) -> Array:
     context, op, out = part.context, part.operation, part.out
-    base = context.keys[op.name]
+    base = context.keys[stream_of(op)]
     key = (base[0], base[1])
     for number in (context.step, *context.trips):
         key = threefry2x32(key, jnp.zeros((), jnp.uint32), number.astype(jnp.uint32))

@@ -12,7 +12,7 @@ from meshlib.core import initializers
 from meshlib.core.arguments import at, fitting, number
 from meshlib.core.dtypes import as_dtype
 from meshlib.core.errors import ShapeError
-from meshlib.core.graph import Tensor, TensorType, current_graph
+from meshlib.core.graph import Operation, Tensor, TensorType, current_graph
 from meshlib.core.opdef import Array, Block, Kind, Work
 from meshlib.ops.building import as_dims, build_source, floats, tensor
 from meshlib.ops.control.sources import beside, source
@@ -25,7 +25,7 @@ def _random_local(block: Block) -> Array:
     whole = block.operation.output.shape.sizes
     offsets = [block.offsets[n] for n in names]
     return initializers.draw(
-        block.attrs["law"], block.engine.key(block.operation.name), whole, offsets, out.shape.sizes, out.dtype
+        block.attrs["law"], block.engine.key(stream_of(block.operation)), whole, offsets, out.shape.sizes, out.dtype
     )
 
 
@@ -37,13 +37,23 @@ def _random_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[st
 RANDOM = source("random", Kind.SOURCE, _random_local, _random_work, exact=True, unique=True)
 
 
-def _random(shape: object, law: tuple[str, float, float], dtype: object, name: str | None, what: str) -> Tensor:
+def stream_of(operation: Operation) -> str:
+    """The name that keys a draw's numbers: draws of one stream, shape and law are equal in equal trips of loops."""
+    return str(operation.attrs.get("stream", operation.name))
+
+
+def drawn_from(
+    shape: object, law: tuple[str, float, float], dtype: object, name: str | None, what: str, stream: str | None = None
+) -> Tensor:
+    """Random numbers of a law, of a stream of their own unless one is given."""
     drawn = as_dtype(dtype)
     if not drawn.is_wide_float:
         raise ShapeError(f"{at(what)}: needs a float dtype to compute in, got {drawn.name}; cast the result")
     for bound in law[1:]:
         fitting(bound, drawn, what)
-    attrs = {"shape": Shape(as_dims(shape, what)), "dtype": drawn, "law": law}
+    attrs: dict[str, Any] = {"shape": Shape(as_dims(shape, what)), "dtype": drawn, "law": law}
+    if stream is not None:
+        attrs["stream"] = stream
     return build_source(current_graph(what), RANDOM, attrs, what if name is None else name).output
 
 
@@ -65,7 +75,7 @@ def random_uniform(
       [ True  True]
     """
     what = "random_uniform"
-    return _random(
+    return drawn_from(
         shape, ("uniform", number(minval, what, "minval"), number(maxval, what, "maxval")), dtype, name, what
     )
 
@@ -87,7 +97,7 @@ def random_normal(
       -0.0
     """
     what = "random_normal"
-    return _random(shape, ("normal", number(mean, what, "mean"), number(stddev, what, "stddev")), dtype, name, what)
+    return drawn_from(shape, ("normal", number(mean, what, "mean"), number(stddev, what, "stddev")), dtype, name, what)
 
 
 def dropout(

@@ -18,16 +18,6 @@ from tests.paths import ROOT  # noqa: E402
 W = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
 
 
-@jax.custom_vjp
-def dropped(x, key):
-    return x * jax.random.bernoulli(key, 0.5, x.shape)
-
-
-dropped.defvjp(
-    lambda x, key: (dropped(x, key), key), lambda key, dy: (dy * jax.random.bernoulli(key, 0.5, dy.shape), None)
-)
-
-
 def referred(w: Any) -> Any:
     ref = jax.new_ref(w)
     ref[0, 0] = 1.0
@@ -54,10 +44,6 @@ ROWS: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"pure_callback \(.*'sin': say what it computes, as a JAX function: from_jax\(..., kernels=",
     ),
     "float16": (lambda w: w.astype("float16").sum(), r"of dtype float16; use bfloat16 or float32, or from_jax"),
-    "draws in a rule": (
-        lambda w: dropped(w, jax.random.key(0)).sum(),
-        r"bernoulli \(test_refused.py:\d+\): a draw with a key that another loop, checkpoint or rule has drawn with",
-    ),
 }  # fmt: skip
 
 

@@ -188,6 +188,35 @@ def test_loops_whose_end_is_known():
     assert lengths[:2] == [3, 9]
 
 
+def step_of(x, w):
+    return jnp.tanh(x @ w) + 1
+
+
+BOUNDED = {  # trips that depend on data, of which a number is known that they do not exceed
+    "minimum": (3, lambda x, w, n: lax.fori_loop(0, jnp.minimum(n, 3), lambda i, c: step_of(c, w), x)),
+    "clip": (4, lambda x, w, n: lax.fori_loop(jnp.clip(n, 1, 9), 5, lambda i, c: step_of(c, w), x)),
+    "largest": (7, lambda x, w, n: lax.fori_loop(0, jnp.argmax(x[0]), lambda i, c: step_of(c, w), x)),
+    "remainder, by two": (5, lambda x, w, n: lax.while_loop(
+        lambda c: c[0] < n % 5, lambda c: (c[0] + 2, step_of(c[1], w)), (0, x))[1]),
+    "downwards": (6, lambda x, w, n: lax.while_loop(
+        lambda c: c[0] > 0, lambda c: (c[0] - 1, step_of(c[1], w)), (jnp.minimum(n, 6), x))[1]),
+    "rows of their own": (5, lambda x, w, n: jax.vmap(
+        lambda row, m: lax.fori_loop(0, jnp.minimum(m, 5), lambda i, c: step_of(c, w), row))(x, n - jnp.arange(4))),
+    "rows that are known": (4, lambda x, w, n: jax.vmap(
+        lambda row, m: lax.fori_loop(0, m, lambda i, c: step_of(c, w), row))(x, jnp.array([4, 1, 0, 2]))),
+}  # fmt: skip
+
+
+def test_loops_whose_end_has_a_bound():
+    def all_of_them(w, x, n):
+        return [jnp.mean(loop(x, w, n) * x) for _, loop in BOUNDED.values()]
+
+    args = weights(8, 8), weights(4, 8), np.int32(2)
+    graph = compared(all_of_them, *args, names={"x": "batch d"}, layouts=[("d:2", "batch:d")], gradients=False)
+    lengths = [op.loop.dim.size for op in graph.operations if op.loop is not None]
+    assert sorted(lengths) == sorted(n for n, _ in BOUNDED.values())
+
+
 def test_a_loop_whose_end_depends_on_data_is_named():
     def loss(w, x):
         return jnp.sum(lax.while_loop(lambda v: v.sum() < 3, lambda v: v * w, x))
@@ -409,10 +438,61 @@ def test_a_gradient_within_the_function_reads_the_mask_of_its_forward():
     np.testing.assert_allclose(have, want, atol=1e-6)
 
 
-@pytest.mark.parametrize("body", [lambda f, k: jax.checkpoint(f)(k), lambda f, k: lax.map(f, jax.random.split(k, 3))])
-def test_equal_keys_in_two_bodies_are_refused(body):
+def carried_keys(f, key, length=3):
+    def trip(key, _):
+        key, own = jax.random.split(key)
+        return key, f(own)
+
+    return lax.scan(trip, key, None, length=length)[1]
+
+
+BODIES = {
+    "checkpoint": lambda f, k: jax.checkpoint(f)(k),
+    "slices": lambda f, k: lax.map(f, jax.random.split(k, 3)),
+    "counter": lambda f, k: lax.map(lambda n: f(jax.random.fold_in(k, n)), jnp.arange(3)),
+    "carry": carried_keys,
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_draws_with_equal_keys_in_two_bodies_are_equal(body):
     def draw(w, key):
-        return w + body(lambda k: jax.random.normal(k, (4,)), key) - body(lambda k: jax.random.normal(k, (4,)), key)
+        first = body(lambda k: w + jax.random.normal(k, (4,)), key)
+        return first, first - body(lambda k: jax.random.normal(k, (4,)), key)
+
+    graph = mtf.from_jax(draw, np.float32(0), jax.random.key(0))
+    program = mtf.lower(graph.outputs)
+    numbers, difference = mtf.simulate(program, executor="exact").step().values()
+    assert len(np.unique(numbers)) == numbers.size
+    assert not np.abs(difference).max()
+    on_jax = mtf.on_jax(program).step()
+    np.testing.assert_allclose(on_jax["output.0"], numbers, rtol=1e-6)
+    assert not np.abs(on_jax["output.1"]).max()
+
+
+def test_equal_keys_in_loops_of_different_lengths_are_refused():
+    def draw(w, key):
+        return w + sum(carried_keys(lambda k: jax.random.normal(k, (4,)), key, length).sum() for length in (3, 4))
 
     with pytest.raises(NotImported, match=r"normal \(test_rewrites.py:\d+\): a draw with a key that another loop"):
         mtf.from_jax(draw, np.float32(0), jax.random.key(0))
+
+
+@jax.custom_vjp
+def dropped(x, key):
+    return x * jax.random.bernoulli(key, 0.5, x.shape)
+
+
+dropped.defvjp(
+    lambda x, key: (dropped(x, key), key), lambda key, dy: (dy * jax.random.bernoulli(key, 0.5, dy.shape), None)
+)
+
+
+def test_a_rule_that_draws_again_reads_the_mask_of_its_forward():
+    graph = mtf.from_jax(lambda x, key: (dropped(x, key).sum(), dropped(x, key)), weights(4, 8), jax.random.key(0))
+    with graph:
+        (slope,) = mtf.gradients([graph.loss], [v.output for v in graph.variables.values()])
+    simulation = mtf.simulate(mtf.lower(graph.outputs | {"slope": slope}))
+    result = simulation.step()
+    np.testing.assert_allclose(result["slope"] * simulation.state["x"], result["output.1"], rtol=1e-6)
+    assert 0 < (result["slope"] == 0).sum() < 32

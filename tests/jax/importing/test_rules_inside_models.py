@@ -146,16 +146,3 @@ def test_second_derivatives_are_refused() -> None:
         (dw,) = mtf.gradients([graph.loss], [w])
         with pytest.raises(GraphError, match=r"a derivative rule, of which no second derivative.*by jax\.grad"):
             mtf.gradients([mtf.reduce_sum(mtf.square(dw))], [w])
-
-
-def test_a_rule_that_draws_what_its_forward_drew_is_refused() -> None:
-    @jax.custom_vjp
-    def dropped(x, key):
-        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
-
-    dropped.defvjp(
-        lambda x, key: (dropped(x, key), key),
-        lambda key, dy: (jnp.where(jax.random.bernoulli(key, 0.5, dy.shape), dy, 0), None),
-    )
-    with pytest.raises(GraphError, match=r"bernoulli \(test_rules_inside_models\.py:\d+\): a draw with a key that"):
-        mtf.from_jax(lambda x, key: dropped(x, key).sum(), X, jax.random.key(0))
