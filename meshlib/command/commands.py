@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from layouts import Mesh
 from meshlib.command import figures
 from meshlib.command.choices import is_maxtext
 from meshlib.command.jax_function import dims_text
-from meshlib.command.output import answer, say, say_json
+from meshlib.command.output import answer, create_folder, say, say_json
 from meshlib.command.planning import FAILED, GOOD, first_choices
 from meshlib.command.subject import Subject, completed_layouts, named_layouts, slice_of, subject_of
 from meshlib.core.errors import GraphError, LayoutError
@@ -148,6 +149,7 @@ def traced(args: argparse.Namespace) -> int:
     (est, *others) = _estimates(args)
     if others:
         raise GraphError("trace writes one file: give one --layout")
+    create_folder(Path(args.out))
     est.save_trace(args.out)
     lines = [f"{args.out}: open it at ui.perfetto.dev", *(f"note: {note}" for note in est.program.notes)]
     answer(args.json, lambda: {"file": args.out, **figures.of_estimate(est)}, lambda: "\n".join(lines))

@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 
 from meshlib.command.choices import is_maxtext
-from meshlib.command.output import answer, writable
+from meshlib.command.output import answer, create_folder, writable
 from meshlib.command.planning import FAILED, GOOD, planned_of
 from meshlib.command.subject import Subject, slice_of
 from meshlib.core.compiler import XLA_TPU
@@ -88,6 +88,7 @@ def init(args: argparse.Namespace) -> int:
         percent=f"{MARGIN - 1:.0%}",
         cost=COST.replace("$placement", ", placement=RUN.placement(SLICE)" * configuration) if priced else "",
     )  # fmt: skip
+    create_folder(path)
     replace_file(path, lambda file: file.write(text.encode()), "init", GraphError)
     assert_snapshot(est.program, snapshot, update=True)
     answer(

@@ -50,18 +50,30 @@ def folded(line: str, width: int) -> Iterable[str]:
 
 
 def writable(path: str, suffix: str) -> Path:
-    """The path of an output file in an existing folder; checked before any long computation.
+    """The path of an output file, whose folder may not exist yet; checked before any long computation.
 
-    Raises: GraphError for a folder, for a file in none, and for a name with another end than `suffix`.
+    Raises: GraphError for a folder, for a folder that can't be created, and for a name with another end than `suffix`.
     """
     file = Path(path)
     if file.is_dir():
         raise GraphError(f"{path} is a folder; name a file")
-    if not file.parent.is_dir():
-        raise GraphError(f"{path} can't be written: there is no folder {file.parent}")
+    nearest_folder = next(folder for folder in file.absolute().parents if folder.exists())
+    if not nearest_folder.is_dir():
+        raise GraphError(f"{path} can't be written: {nearest_folder} is a file; name another folder")
     if file.suffix != suffix:
         raise GraphError(f"{path} must end in {suffix}, as what is written; name it {file.with_suffix(suffix)}")
     return file
+
+
+def create_folder(file: Path) -> None:
+    """Create the folder of an output file if it does not exist.
+
+    Raises: GraphError if it can't be created.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        raise GraphError(f"{file} can't be written: {fault.strerror}; name another folder") from None
 
 
 def say_json(value: object) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hardware.slices import Slice
 from meshlib.command.choices import is_maxtext
-from meshlib.command.output import answer, say, say_json, say_verdict, writable
+from meshlib.command.output import answer, create_folder, say, say_json, say_verdict, writable
 from meshlib.command.plan import PlannedLayout, WholeRunOptions, json_of, next_commands, planned, plans_of, text_of
 from meshlib.command.subject import (
     Subject,
@@ -227,7 +227,7 @@ def search_of(
 
 def report(args: argparse.Namespace) -> int:
     """`meshlib report`: write a page about the best plan, with the others as alternatives."""
-    writable(args.out, ".html")
+    file = writable(args.out, ".html")
     from meshlib.report.alternatives import alternatives_of
     from meshlib.report.page import page, write_page
     from meshlib.report.verdict import headline
@@ -246,7 +246,8 @@ def report(args: argparse.Namespace) -> int:
 
         (compiled,) = compiled_for([best.est.program], where, args)
     title = f"{subject.name} on {where.name}"
-    write_page(args.out, page(best.est, title, options, certificate, compiled), "report")
+    create_folder(file)
+    write_page(file, page(best.est, title, options, certificate, compiled), "report")
     line = f"{args.out}: {headline(best.est)}"
     answer(args.json, lambda: {"file": args.out, **json_of(subject, where, plans)}, lambda: line)
     return GOOD if best.est.fits else FAILED
