@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from meshlib.command import main
+from meshlib.core.garbage import collect_rarely
+
+
+def run() -> int:
+    """Run the command line of this process, which ends with it; returns its exit status."""
+    collect_rarely()
+    try:
+        return main()
+    finally:
+        gc.freeze()  # the interpreter's last collection would traverse all objects of the answer
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 SHARE = 2  # collect when 1 / SHARE as many objects, or bytes, were added as were alive
 LEAST_OBJECTS = 500_000  # least number of new objects for a collection: a few tens of MB
+OBJECTS_OF_A_COMMAND = 20_000_000  # the same for a process that ends with one answer: about 2 GB
 FEW_OBJECTS = 10_000  # traversed within a millisecond: these stay in the youngest generation
 LEAST_BYTES = 32 * 2**20  # least bytes of constants for a collection: a graph of few operations may have large ones
 
@@ -33,6 +34,7 @@ class _NewObjects:
         self.bytes = self.bytes_alive = 0  # `bytes_alive` is current, `bytes_before` as of the last full collection
         self.bytes_before = 0
         self.recount_after = 0  # new objects until a recount of frozen ones; > 0 while the user froze some
+        self.least_objects = LEAST_OBJECTS
 
     def settle(self) -> None:
         """Move new objects to the oldest generation; collect if there are enough of them, or of their bytes."""
@@ -51,7 +53,7 @@ class _NewObjects:
         self.objects += new_objects
         gc.freeze()
         gc.unfreeze()  # two splices of whole lists: all generations into the permanent one, and that into the oldest
-        if many_bytes or self.objects > max(LEAST_OBJECTS, self.objects_alive // SHARE):
+        if many_bytes or self.objects > max(self.least_objects, self.objects_alive // SHARE):
             gc.collect()
             gc.freeze()
             self.objects_alive, self.objects = gc.get_freeze_count(), 0
@@ -64,6 +66,11 @@ class _NewObjects:
 
 
 _joined = _NewObjects()
+
+
+def collect_rarely() -> None:
+    """Collect only after `OBJECTS_OF_A_COMMAND` new objects: for a process that ends with one answer."""
+    _joined.least_objects = OBJECTS_OF_A_COMMAND
 
 
 def held(holder: object, byte_count: int) -> None:
