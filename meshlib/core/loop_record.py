@@ -100,6 +100,22 @@ class Branch:
         return all(len(row) in (0, self.active.size) for row in self.active.indices)
 
 
+class StageTask(NamedTuple):
+    """One forward or backward run of a pipeline stage on a microbatch in its `repeat`-th round."""
+
+    kind: str
+    microbatch: int
+    repeat: int = 0
+
+
+class TimedTask(NamedTuple):
+    """A task of one stage, from `start` to `end` in seconds."""
+
+    task: StageTask
+    start: float
+    end: float
+
+
 class Timing(Protocol):
     """Duration of a loop whose branches run on different devices in different trips."""
 
@@ -108,8 +124,8 @@ class Timing(Protocol):
         """The schedule in one line."""
         ...
 
-    def loop_seconds(self, branches: Mapping[str, float], rest: float) -> tuple[float, float]:
-        """Seconds of all trips, and the seconds for which a device is idle on average.
+    def stage_runs(self, branches: Mapping[str, float], rest: float) -> Sequence[Sequence[TimedTask]]:
+        """Per stage, its tasks in order of time, from 0 at the start of the loop.
 
         Args:
           branches: seconds of one run of each branch, by its kind.

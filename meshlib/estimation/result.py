@@ -403,8 +403,8 @@ class Estimate(Shown):
 
         Args:
           ax: matplotlib Axes, or the path of a file (.png, .svg, .pdf); by default a new figure.
-          what: "timeline" of the step by engine, "memory" over the step, "roofline" of products, or "torus", the
-            slice with its links coloured by load.
+          what: "timeline" of the step by engine, "memory" over the step, "roofline" of products, "torus", the slice
+            with its links coloured by load, or "stages", the tasks of a pipeline's stages over time.
         Returns: the Axes.
         Raises: GraphError where matplotlib is missing, the file cannot be written, or for another `what`.
         """

@@ -11,20 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
 
 from meshlib.core.arguments import at
 from meshlib.core.errors import GraphError
+from meshlib.core.loop_record import StageTask
 
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
-
-
-class StageTask(NamedTuple):
-    """One forward or backward run of a stage on a microbatch in its `repeat`-th round."""
-
-    kind: str
-    microbatch: int
-    repeat: int = 0
 
 
 Order = tuple[StageTask, ...]

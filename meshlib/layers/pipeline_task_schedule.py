@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
+from meshlib.core.loop_record import StageTask, TimedTask
 from meshlib.core.text import grid
-from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, KINDS, WEIGHTS, Key, Order, StageTask, waits_for
+from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, KINDS, WEIGHTS, Key, Order, waits_for
 
 PerStage = float | Sequence[float]
-
-
-class TimedTask(NamedTuple):
-    """A task of one stage, from `start` to `end`."""
-
-    task: StageTask
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)

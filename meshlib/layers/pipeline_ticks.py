@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from meshlib.core.loop_record import Active
-from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, StageTask
+from meshlib.core.loop_record import Active, StageTask, TimedTask
+from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, WEIGHTS
 from meshlib.layers.pipeline_task_schedule import TaskSchedule, slots_of
 
 Array = np.ndarray[Any, Any]
@@ -142,8 +142,8 @@ class Ticks:
 
     # ------------------------------------------------------------ time
 
-    def loop_seconds(self, branches: Mapping[str, float], rest: float) -> tuple[float, float]:
-        """Seconds of the whole step, and seconds for which a device is idle on average: see `Timing`.
+    def stage_runs(self, branches: Mapping[str, float], rest: float) -> tuple[tuple[TimedTask, ...], ...]:
+        """Per stage, its tasks with times: see `Timing`.
 
         A stage waits only for its own operands, as with point-to-point transfers. The remaining work of a tick is part
         of each task.
@@ -157,7 +157,4 @@ class Ticks:
         forward[0] += branches.get(FIRST, 0.0) / plan.repeats
         forward[-1] += branches.get(LOSS, 0.0) / plan.repeats
         backward[0] += branches.get(FIRST_BACKWARD, 0.0) / plan.repeats
-        rows = plan.runs(forward, backward, of(WEIGHTS) if plan.splits else 0.0)
-        whole = max(row[-1].end for row in rows)
-        busy = sum(run.end - run.start for row in rows for run in row) / plan.stages
-        return whole, whole - busy
+        return plan.runs(forward, backward, of(WEIGHTS) if plan.splits else 0.0)

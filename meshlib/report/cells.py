@@ -18,9 +18,8 @@ from meshlib.program.views.listing import listing
 from meshlib.report.alternatives import alternatives_of, scatter
 from meshlib.report.collectives import causes_of
 from meshlib.report.links import PageAnchors
-from meshlib.report.markup import EXACT, MODELLED, folded, folding_table, legend, paragraph, table, tag, text
+from meshlib.report.markup import EXACT, MODELLED, asset, folded, folding_table, legend, paragraph, table, tag, text
 from meshlib.report.memory import area, live_table
-from meshlib.report.page import asset
 from meshlib.report.roofline import roofline_picture
 from meshlib.report.svg import Picture, Scale
 from meshlib.report.timeline import timeline

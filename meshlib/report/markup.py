@@ -5,11 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
+from importlib import resources
 from typing import Any
 
 _TAGS = re.compile(r"<[^>]*>")
 EXACT = '<span class="mark" title="exact: counted for this program">=</span>'
 MODELLED = '<span class="mark" title="modelled: follows from rates and a schedule">≈</span>'
+
+
+def asset(name: str) -> str:
+    """Text of a file in this folder."""
+    return resources.files("meshlib.report").joinpath(name).read_text(encoding="utf-8").rstrip("\n")
 
 
 def text(value: object) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -17,10 +16,11 @@ from meshlib.report.alternatives import Alternative, alternatives
 from meshlib.report.collectives import collectives
 from meshlib.report.layout import layout
 from meshlib.report.links import PageAnchors
-from meshlib.report.markup import section, tag, text
+from meshlib.report.markup import asset, section, tag, text
 from meshlib.report.memory import memory
 from meshlib.report.operations import operations
 from meshlib.report.roofline import roofline
+from meshlib.report.stages import stages
 from meshlib.report.timeline import timeline
 from meshlib.report.torus import torus
 from meshlib.report.verdict import about, verdict
@@ -43,6 +43,7 @@ def page(
         ("layout", "layout", layout(est)),
         ("memory", "memory", memory(est, anchors)),
         ("timeline", "timeline", section("timeline", "Timeline by engine", timeline(est, anchors))),
+        ("stages", "stages", stages(est)),
         ("roofline", "roofline", roofline(est, anchors)),
         ("collectives", "collectives", collectives(est, anchors)),
         ("alternatives", "alternatives", alternatives(options, est.memory.capacity_bytes, certificate)),
@@ -75,11 +76,6 @@ def write_page(path: object, content: str, what: str) -> None:
     if not isinstance(path, str | Path) or not str(path):
         raise GraphError(f"{what}: path must be that of a file, such as 'plan.html', got {path!r:.80}")
     replace_file(path, lambda file: file.write(content.encode()), what, GraphError)
-
-
-def asset(name: str) -> str:
-    """Text of a file in this folder."""
-    return resources.files("meshlib.report").joinpath(name).read_text(encoding="utf-8").rstrip("\n")
 
 
 def _compiled(said: object) -> str:

@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import product
 from typing import Any
 
 from layouts import Sharding
 from meshlib.core.arguments import choice
 from meshlib.core.drawing import plotted
+from meshlib.core.errors import GraphError
 from meshlib.core.text import bytes_text
 from meshlib.estimation import DeviceMemory, Estimate
 from meshlib.program.analysis.memory import KINDS, Memory
 from meshlib.report.alternatives import Alternative, pareto_front
+from meshlib.report.markup import asset
 from meshlib.report.memory import memory_over_time
 from meshlib.report.shards import grid_of
+from meshlib.report.stages import TASK_CLASSES, pipelines_of
 from meshlib.report.timeline import bars_of, lanes_of
 from meshlib.report.torus import corner, links_of
 
-COLOURS = {
-    "MXU": "#4e79a7", "VPU": "#c77d0a", "HBM": "#3a9a8f", "ICI": "#9c5fb5", "DCN": "#b5577c", "host": "#8f6b4f",
-    "latency": "#9299a5", "waits": "#d64545",
-}  # fmt: skip
-KIND_COLOURS = ("#4e79a7", "#7fb0d8", "#a39b96", "#59a14f", "#e0913a", "#9c5fb5", "#c7a93a")
 GIB = 2**30
+
+
+@cache
+def colour(class_: str) -> str:
+    """The colour of a class of shapes in the page's style sheet.
+
+    >>> colour("u-mxu")
+    '#4e79a7'
+    """
+    fill = re.search(rf"\.{class_} {{[^}}]*?(#\w+)", asset("page.css"))
+    assert fill is not None, class_
+    return fill[1]
 
 
 def plot_estimate(est: Estimate, ax: Any, what: str) -> Any:
@@ -34,6 +46,7 @@ def plot_estimate(est: Estimate, ax: Any, what: str) -> Any:
         "memory": (_memory, (10, 3.5)),
         "roofline": (_roofline, (6, 4)),
         "torus": (_torus, (6, 6)),
+        "stages": (_stages, (12, 4)),
     }
     panel, size = draw[choice(what, "Estimate.plot", "what", tuple(draw))]
     return plotted("Estimate.plot", ax, [lambda axes: panel(est, axes)], size)
@@ -48,7 +61,7 @@ def _timeline(est: Estimate, axes: Any) -> None:
             label = None if unit in labelled else unit
             labelled.add(unit)
             spans = [(bar.begin, bar.end - bar.begin)]
-            axes.broken_barh(spans, (row + below, 0.8 * share), facecolors=COLOURS[unit], label=label)
+            axes.broken_barh(spans, (row + below, 0.8 * share), facecolors=colour(f"u-{unit.lower()}"), label=label)
             below += 0.8 * share
         if bar.parts and bar.lane == lanes[0]:
             axes.text(
@@ -69,7 +82,7 @@ def _memory(est: Estimate, axes: Any) -> None:
 def _stack(axes: Any, times: Sequence[float], usage: Sequence[tuple[int, ...]], capacity: int) -> None:
     shown = [n for n in range(len(KINDS)) if any(kinds[n] for kinds in usage)]
     heights = [[kinds[n] / GIB for kinds in usage] for n in shown]
-    axes.stackplot(times, *heights, labels=[KINDS[n] for n in shown], colors=[KIND_COLOURS[n] for n in shown])
+    axes.stackplot(times, *heights, labels=[KINDS[n] for n in shown], colors=[colour(f"k-{n}") for n in shown])
     axes.axhline(capacity / GIB, color="#d64545", linestyle="--", label=f"capacity {bytes_text(capacity)}")
     totals = [sum(kinds) for kinds in usage]
     peak = totals.index(max(totals))
@@ -93,7 +106,7 @@ def plot_memory(memory: Memory, ax: Any) -> Any:
 
     def panel(axes: Any) -> None:
         usage = [size / GIB for size in memory.timeline_bytes]
-        axes.fill_between(range(len(usage)), usage, color=KIND_COLOURS[0], step="mid")
+        axes.fill_between(range(len(usage)), usage, color=colour("k-0"), step="mid")
         axes.axhline(
             memory.peak_bytes / GIB, color="#d64545", linestyle="--", label=f"peak {bytes_text(memory.peak_bytes)}"
         )
@@ -129,10 +142,10 @@ def _torus(est: Estimate, axes: Any) -> None:
     most = max((link.load for link in links), default=0.0) or 1.0
     from matplotlib import colormaps
 
-    colour = colormaps["YlOrRd"]
+    heat = colormaps["YlOrRd"]
     for link in links:
         (x1, y1), (x2, y2) = spot(link.begin), spot(link.end)
-        shade = colour(0.15 + 0.8 * link.load / most)
+        shade = heat(0.15 + 0.8 * link.load / most)
         if not link.wraps and link.axis < 2:
             axes.plot([x1, x2], [y1, y2], color=shade, linewidth=3, zorder=1)
         elif link.axis < 2:
@@ -143,6 +156,14 @@ def _torus(est: Estimate, axes: Any) -> None:
     axes.scatter([x for x, _ in spots], [y for _, y in spots], 30, color="#4e79a7", zorder=2)
     axes.set(aspect="equal", title=f"{est.slice.name}: the busiest links {most:.0%} of the step (modelled)")
     axes.axis("off")
+
+
+def _stages(est: Estimate, axes: Any) -> None:
+    pipelines = pipelines_of(est)
+    if not pipelines:
+        raise GraphError('Estimate.plot: what="stages" needs a pipeline with idle stages, and the program has none')
+    _tasks(axes, pipelines[0].stages, pipelines[0].summary)
+    axes.set_xlabel("seconds (modelled)")
 
 
 def plot_alternatives(options: Sequence[Alternative], capacity_bytes: float, ax: Any, what: str) -> Any:
@@ -171,9 +192,6 @@ def plot_alternatives(options: Sequence[Alternative], capacity_bytes: float, ax:
     return plotted(what, ax, [panel], (6, 4))
 
 
-TASK_COLOURS = {"forward": "#4e79a7", "backward": "#59a14f", "weights": "#e0913a"}
-
-
 def plot_tasks(runs: Sequence[Sequence[tuple[Any, float, float]]], title: str, ax: Any, what: str) -> Any:
     """Tasks of each stage over time, as (start, end) bars; gaps are idle."""
     return plotted(what, ax, [lambda axes: _tasks(axes, runs, title)], (12, 0.6 + 0.35 * len(runs)))
@@ -185,8 +203,8 @@ def _tasks(axes: Any, runs: Sequence[Sequence[tuple[Any, float, float]]], title:
         for task, start, end in row:
             label = None if task.kind in labelled else task.kind
             labelled.add(task.kind)
-            colour = TASK_COLOURS[task.kind]
-            axes.broken_barh([(start, end - start)], (stage, 0.9), facecolors=colour, edgecolors="white", label=label)
+            face = colour(TASK_CLASSES[task.kind])
+            axes.broken_barh([(start, end - start)], (stage, 0.9), facecolors=face, edgecolors="white", label=label)
             axes.text(
                 (start + end) / 2, stage + 0.45, task.microbatch, ha="center", va="center", color="white", fontsize=7
             )

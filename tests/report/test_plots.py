@@ -11,7 +11,7 @@ import pytest
 
 import meshlib as mtf
 from hardware import MXU
-from tests.report.test_report import estimate_of
+from tests.report.test_report import estimate_of, pipeline_of
 
 matplotlib = pytest.importorskip("matplotlib", reason="pictures need the extra 'plot'")
 matplotlib.use("Agg")
@@ -55,6 +55,7 @@ PLOTS: dict[str, Callable[[], Any]] = {
     "memory over time": lambda: lambda ax=None: estimate_of().plot(ax, "memory"),
     "roofline": lambda: lambda ax=None: estimate_of().plot(ax, "roofline"),
     "torus": lambda: lambda ax=None: estimate_of().plot(ax, "torus"),
+    "stages": lambda: lambda ax=None: pipeline_of("zb-h1").plot(ax, "stages"),
     "device memory": lambda: estimate_of().memory.plot,
     "memory": lambda: estimate_of().program.memory.plot,
     "shards": lambda: next(iter(estimate_of().program.variables.values())).plot,
@@ -108,3 +109,5 @@ def test_files_are_written_and_other_pictures_refused(tmp_path: Any) -> None:
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(mtf.GraphError, match="what must be"):
         est.plot(None, "timelines")
+    with pytest.raises(mtf.GraphError, match="needs a pipeline"):
+        est.plot(None, "stages")

@@ -19,6 +19,7 @@ from meshlib.report.links import PageAnchors
 from meshlib.report.memory import area, memory_over_time
 from meshlib.report.page import page
 from meshlib.report.shards import grid_of, shards
+from meshlib.report.stages import pipelines_of, stages
 from meshlib.report.timeline import CORE, bars_of, loops_of
 from meshlib.report.torus import links_of, loads, position
 from tests.browser import Browser, browser_path
@@ -36,6 +37,19 @@ def estimate_of(layers: int = 4) -> mtf.Estimate:
         outputs, updates = mtf.models.train_step(config, batch=8, length=512)
         program = mtf.lower(outputs, updates, mesh="data:2;tensor:4", layout="batch:data;heads:tensor;d_ff:tensor")
     return mtf.estimate(program, "v5e-8")
+
+
+@cache
+def pipeline_of(schedule: str) -> mtf.Estimate:
+    """A Transformer in four stages on four chips, trained in eight microbatches."""
+    config = mtf.models.preset("llama3.1-8b").replace(
+        layers=4, d_model=256, heads=4, kv_heads=4, head_dim=64, d_ff=512, vocab=512
+    )
+    stages = mtf.models.Pipeline(stages=4, microbatches=8, schedule=schedule)
+    with mtf.Graph():
+        outputs, updates = mtf.models.train_step(config, batch=8, length=256, remat="full", pipeline=stages)
+        program = mtf.lower(outputs, updates, mesh="pipe:4", layout="stage:pipe")
+    return mtf.estimate(program, "v5e-4")
 
 
 class Checked(HTMLParser):
@@ -137,6 +151,31 @@ def test_the_timeline_has_the_busy_time_of_the_core():
     assert {runs for _, _, runs in loops} == {4}
     for bar in (b for b in bars if b.parts):
         assert sum(share for _, share in bar.parts) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("schedule", "kinds"), [("gpipe", "fb"), ("zb-h1", "fbw")])
+def test_stages_of_pipelines_work_as_long_as_the_schedule_says(schedule, kinds):
+    est = pipeline_of(schedule)
+    (pipeline,) = pipelines_of(est)
+    loops = [event for event in est.schedule.events if event.loop is not None]
+    assert pipeline.seconds == pytest.approx(max(e.end for e in loops) - min(e.start for e in loops))
+    assert len(pipeline.stages) == 4
+    busy = 0.0
+    for row in pipeline.stages:
+        assert sorted((t.task.kind[0], t.task.microbatch) for t in row) == [
+            (k, n) for k in sorted(kinds) for n in range(8)
+        ]
+        assert all(a.end <= b.start * (1 + 1e-9) + 1e-12 for a, b in pairwise(row))
+        busy += sum(t.end - t.start for t in row) / 4
+    assert busy == pytest.approx(sum(e.seconds for e in loops) - est.schedule.bubble_seconds)
+    forwards, backwards = (
+        {t.task.microbatch: t for t in pipeline.stages[2] if t.task.kind == k} for k in ("forward", "backward")
+    )
+    assert all(forwards[n].end <= backwards[n].start * (1 + 1e-9) for n in range(8))
+    drawn = stages(est)
+    assert drawn.count("<path") == 4 * len(kinds)
+    assert f"idle {pipeline.idle_share(0):.0%}" in drawn
+    assert stages(estimate_of()) == ""
 
 
 @pytest.mark.parametrize("name", ["v5e-8", "v3-8", "v5p-128", "2*v4-16"])

@@ -64,7 +64,7 @@ def divided(schedule: StepSchedule, chip: Chip, times: float = 1) -> Iterator[tu
     for m in moments(schedule, chip):
         if m.event is not None and m.event.loop is not None and not m.bound:
             yield from divided(m.event.loop, chip, times * m.event.trips)
-            if m.event.timed:  # devices wait for others that run longer branches
+            if m.event.stages:  # devices wait for others that run longer branches
                 yield m.event, "latency", times * (m.event.seconds - m.event.trips * m.event.loop.seconds)
         else:
             yield m.event, m.bound, times * (m.end - m.begin)

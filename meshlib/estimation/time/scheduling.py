@@ -47,7 +47,7 @@ from hardware.network import Cost
 from layouts.step_kinds import STEP_KINDS
 from meshlib.core.compiler import Compiler
 from meshlib.core.graph import UPDATE
-from meshlib.core.loop_record import Timing
+from meshlib.core.loop_record import TimedTask, Timing
 from meshlib.estimation.time.hbm_engine import Hbm
 from meshlib.estimation.time.kernel_times import KernelTime, Times
 from meshlib.estimation.time.link_sharing import LinkTimes, Moved
@@ -73,7 +73,7 @@ class Event:
     trips: float = 1  # for a branch: share of the enclosing loop's trips in which a device runs it
     active: float = 1.0  # for a loop: share of its work that counts
     branch: str | None = None  # kind of branch
-    timed: bool = False  # whether a loop takes longer than its trips because devices wait for each other
+    stages: Sequence[Sequence[TimedTask]] = ()  # for a loop whose pipeline stages wait for each other: tasks of each
     copy: tuple[str, int] | None = None  # (direction, bytes) of a copy to or from the host
     name: str = ""
     source: str = ""
@@ -359,8 +359,10 @@ class _SchedulePass:
             )
             tail = max(0.0, body.seconds - period)
         seconds, idle = unit.trips * period, 0.0
-        if unit.timing is not None:
-            seconds, idle = self._branch_seconds(unit.timing, body, seconds)
+        stages = _stage_runs(unit.timing, body)
+        if stages:
+            seconds = max(row[-1].end for row in stages)
+            idle = seconds - sum(run.end - run.start for row in stages for run in row) / len(stages)
         # The body's collectives do not overlap those in flight.
         places = [e for e in body.busy if isinstance(e, int)]
         start = max([self._pay_debt(), self._operands_ready(unit), *map(self.links.free, places)])
@@ -369,7 +371,7 @@ class _SchedulePass:
             self.links.block(place, self.core)
         event = self._event(
             unit, start, self.core + tail, loop=body, trips=unit.trips, active=unit.active, branch=unit.branch,
-            timed=idle > 0.0,
+            stages=stages if idle > 0.0 else (),
         )  # fmt: skip
         for engine, busy in body.busy.items():
             self.schedule.use(engine, unit.trips * busy)
@@ -382,17 +384,17 @@ class _SchedulePass:
         self.schedule.host_exposed_seconds += unit.trips * body.host_exposed_seconds
         self._finish(unit, event)
 
-    def _branch_seconds(self, timing: Timing, body: StepSchedule, seconds: float) -> tuple[float, float]:
-        """Seconds of a loop whose devices run different branches per trip, and the idle part of them.
 
-        `body` is an average trip, and `seconds` the time of the busiest devices without waits.
-        """
-        branches = [e for e in body.events if e.branch is not None and e.loop is not None]
-        if any(e.trips == 1 for e in branches):  # all of them run in each trip
-            return seconds, 0.0
-        rest = body.seconds - sum(e.seconds for e in branches)
-        whole, idle = timing.loop_seconds({e.branch or "": e.loop.seconds for e in branches if e.loop}, max(0.0, rest))
-        return whole, idle
+def _stage_runs(timing: Timing | None, body: StepSchedule) -> Sequence[Sequence[TimedTask]]:
+    """Per stage, the tasks of a loop whose devices run different branches per trip; () if they run the same ones.
+
+    `body` is an average trip.
+    """
+    branches = [e for e in body.events if e.branch is not None and e.loop is not None]
+    if timing is None or any(e.trips == 1 for e in branches):  # all of them run in each trip
+        return ()
+    rest = body.seconds - sum(e.seconds for e in branches)
+    return timing.stage_runs({e.branch or "": e.loop.seconds for e in branches if e.loop}, max(0.0, rest))
 
 
 def uncovered(intervals: Sequence[tuple[float, float]], covers: Sequence[tuple[float, float]]) -> float:
