@@ -14,7 +14,7 @@ from itertools import chain, repeat
 from layouts.dims import Shape, ShapeLike
 from layouts.errors import LayoutError, nearest
 from layouts.mesh import Mesh, MeshLike
-from layouts.rules import Fault, LayoutRules, Rule, RulesLike, place, unknown_axis
+from layouts.rules import LayoutRules, Rule, RuleFault, RulesLike, place, unknown_axis
 
 SHOWN_TENSORS = 3  # tensors listed per fault; the rest are counted
 
@@ -31,7 +31,7 @@ class Report:
 
     faults: tuple[str, ...]
     notes: tuple[str, ...]
-    found: tuple[tuple[Fault, tuple[str, ...]], ...] = ()  # each fault, with the labels of its tensors
+    found: tuple[tuple[RuleFault, tuple[str, ...]], ...] = ()  # each fault, with the labels of its tensors
 
     @property
     def ok(self) -> bool:
@@ -86,14 +86,14 @@ def check(
 class _Usage:
     """Faults of a program's tensors under a layout, with labels of the tensors; and the rules, axes and dims in use."""
 
-    faults: dict[Fault, list[str]] = field(default_factory=dict)
-    misfits: dict[Fault, list[str]] = field(default_factory=dict)  # faults of inner tensors
+    faults: dict[RuleFault, list[str]] = field(default_factory=dict)
+    misfits: dict[RuleFault, list[str]] = field(default_factory=dict)  # faults of inner tensors
     rules: set[Rule] = field(default_factory=set)
     axes: set[str] = field(default_factory=set)
     dims: dict[str, None] = field(default_factory=dict)  # names, in order
 
 
-def _unknown_axes(rules: LayoutRules, mesh: Mesh) -> list[Fault]:
+def _unknown_axes(rules: LayoutRules, mesh: Mesh) -> list[RuleFault]:
     """Faults of unknown axes of required rules, even where no tensor has the dim."""
     required = [rule for rule in rules.rules if not rule.optional]
     return [unknown_axis(rule, axis, mesh) for rule in required for axis in rule.axes if axis not in mesh]
@@ -111,7 +111,7 @@ def _usage(
         usage.faults.setdefault(fault, [])
     followed: set[Rule] = set()  # rules used by some tensor
     own: set[str] = set()  # dims of tensors that are not inner
-    seen: dict[tuple[Shape, str], tuple[Fault, ...]] = {}  # most tensors have the layout of an earlier one
+    seen: dict[tuple[Shape, str], tuple[RuleFault, ...]] = {}  # most tensors have the layout of an earlier one
     for into, (label, given, scope) in chain(zip(repeat(usage.faults), tensors), zip(repeat(usage.misfits), inner)):
         shape = given if isinstance(given, Shape) else Shape(given)
         if into is usage.faults:
@@ -132,11 +132,13 @@ def _usage(
     return usage
 
 
-def _dim(fault: Fault) -> str | None:
+def _dim(fault: RuleFault) -> str | None:
     return fault.rule.dim if fault.rule is not None else None
 
 
-def _unknown_names(rules: LayoutRules, mesh: Mesh, known: dict[str, None], faults: dict[Fault, list[str]]) -> list[str]:
+def _unknown_names(
+    rules: LayoutRules, mesh: Mesh, known: dict[str, None], faults: dict[RuleFault, list[str]]
+) -> list[str]:
     """Unknown names in optional rules, as notes; unknown names in other rules are added to the faults."""
     foreign: list[str] = []
     for name in rules.dims:
@@ -144,7 +146,7 @@ def _unknown_names(rules: LayoutRules, mesh: Mesh, known: dict[str, None], fault
             which = ", ".join(str(rule) for rule in rules.rules if rule.dim == name)
             text = f"rule {which}: no dimension {name!r} in the program{nearest(name, known)}"
             if not all(rule.optional for rule in rules.rules if rule.dim == name):
-                faults[Fault(text + _swapped(rules, name, mesh, known), of_rule=True)] = []
+                faults[RuleFault(text + _swapped(rules, name, mesh, known), of_rule=True)] = []
                 continue
             foreign.append(text)
     return foreign + [
@@ -190,7 +192,7 @@ def _why_unused(rule: Rule, present: dict[str, None]) -> str:
     return f"no tensor in its scope has dimension {rule.dim!r}"
 
 
-def _with_tensors(fault: Fault, labels: tuple[str, ...]) -> str:
+def _with_tensors(fault: RuleFault, labels: tuple[str, ...]) -> str:
     return fault.text if fault.of_rule else f"{fault.text} In: {some(labels)}."
 
 

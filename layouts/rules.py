@@ -52,7 +52,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class RuleFault:
     """A fault of one tensor under the rules; equal for tensors with the same cause."""
 
     what: str
@@ -206,7 +206,7 @@ def _left_for_optional(rule: Rule, wanted: Axes, taken: Sequence[str]) -> Axes:
     return () if rule.whole and len(left) < len(rule.axes) else left
 
 
-def place(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> tuple[tuple[Axes, ...], tuple[Fault, ...]]:
+def place(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> tuple[tuple[Axes, ...], tuple[RuleFault, ...]]:
     """The axes of each dimension of a tensor as far as they fit, and the faults of the rest.
 
     >>> place(LayoutRules("a:x;b:x?"), Shape("b:4;a:4"), Mesh("x:2"), "activations")
@@ -215,7 +215,7 @@ def place(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> tuple[tup
     active = _active_rules(rules, shape, scope)
     chosen: dict[str, Axes] = {}
     owner: dict[str, Rule] = {}
-    faults: list[Fault] = []
+    faults: list[RuleFault] = []
     for rule in active:
         if rule.dim in chosen:
             continue  # an unneeded alternative
@@ -246,23 +246,23 @@ def _dividing(size: int, axes: Sequence[str], mesh: Mesh) -> Axes:
     return max((p for p in parts if size % mesh.group_size(p) == 0), key=mesh.group_size)
 
 
-def unknown_axis(rule: Rule, axis: str, mesh: Mesh) -> Fault:
+def unknown_axis(rule: Rule, axis: str, mesh: Mesh) -> RuleFault:
     """The fault of a rule with an axis that the mesh lacks."""
-    return Fault(f"rule {rule}: no axis {axis!r} in mesh {mesh}{nearest(axis, mesh.axes)}", of_rule=True)
+    return RuleFault(f"rule {rule}: no axis {axis!r} in mesh {mesh}{nearest(axis, mesh.axes)}", of_rule=True)
 
 
-def _clash(first: Rule, second: Rule, axis: str) -> Fault:
-    return Fault(
+def _clash(first: Rule, second: Rule, axis: str) -> RuleFault:
+    return RuleFault(
         f"dims {first.dim!r} and {second.dim!r} of one tensor are both split over axis {axis!r}",
         f"an axis splits one dim of a tensor. Make one optional ({second}?), or put it on another axis.",
         rule=second,
     )
 
 
-def _indivisible(rule: Rule, axes: Axes, size: int, blocks: int) -> Fault:
+def _indivisible(rule: Rule, axes: Axes, size: int, blocks: int) -> RuleFault:
     over = " x ".join(f"{axis!r}" for axis in axes)
     padded = -(-size // blocks) * blocks
-    return Fault(
+    return RuleFault(
         f"dim {rule.dim!r} does not divide over {'axis' if len(axes) == 1 else 'axes'} {over}",
         f"{size} % {blocks} = {size % blocks}. "
         f"Pad {rule.dim} to {padded} (+{100 * (padded - size) / size:.2f} %), or remove {rule}.",

@@ -170,12 +170,17 @@ def _too_many(count: int, in_order: Sequence[str], by_name: Sequence[str]) -> st
     return f"it takes {most}, got {count}{f'; {names} go by name' if names else ''}"
 
 
+def _by_kind(parameters: Mapping[str, Parameter]) -> dict[Any, list[str]]:
+    """The names of parameters of each kind, without self."""
+    return {kind: [n for n, p in parameters.items() if p.kind is kind and n not in SELF] for kind in _KINDS}
+
+
 def _mismatch(
     functions: Sequence[Callable[..., Any]], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> str | None:
     """The mismatch between the arguments of a call and the signature, in words; None if they match."""
     parameters = _parameters(functions)
-    by_kind = {kind: [n for n, p in parameters.items() if p.kind is kind and n not in SELF] for kind in _KINDS}
+    by_kind = _by_kind(parameters)
     in_order = [*by_kind[Parameter.POSITIONAL_ONLY], *by_kind[Parameter.POSITIONAL_OR_KEYWORD]]
     known = [*in_order, *by_kind[Parameter.KEYWORD_ONLY]]
     count = len(args) - any(n in SELF for n in parameters)

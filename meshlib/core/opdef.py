@@ -214,7 +214,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreProducts:
     """Matrix products of a fused attention kernel per pair of query and key, over the dims of one head.
 
     contracted  attributes with the contracted dims of products that yield scores or their cotangents
@@ -367,7 +367,7 @@ class OpDef:
     writes_part: bool = False
     indices: int | None = None
     product: Callable[[tuple[TensorType, ...], TensorType, Mapping[str, Any]], Product] | None = None
-    scores: Scores | None = None
+    scores: ScoreProducts | None = None
     show: Callable[[Operation, Sequence[Array]], None] | None = None
 
     @property

@@ -235,11 +235,7 @@ def _route(
     (many, routing), *inner = levels
     grouped = _grouped(x, routing, what)
     inside = _Names(many, grouped, held, what)
-    mask = share = None
-    if nonpadding is not None:
-        mask = _mask(nonpadding, x, grouped.shape, what)
-        of_losses = FLOAT64 if x.dtype is FLOAT64 else FLOAT32
-        share = real_share(nonpadding, of_losses, [d for d in nonpadding.shape if d.name in inside.stays])
+    mask, share = (None, None) if nonpadding is None else _mask_and_share(nonpadding, x, grouped, inside, what)
     tokens = grouped.shape[-2]
     room = routing.places(many.size, tokens.size, training)
     places = Dimension(f"{PLACES}_inner" if held else PLACES, room)
@@ -348,6 +344,13 @@ def _grouped(x: Tensor, routing: Routing, what: str) -> Tensor:
             x,
         )
     return reshape(x, [*lead, Dimension(outer.name, total // size), Dimension("group", size), features])
+
+
+def _mask_and_share(nonpadding: Tensor, x: Tensor, grouped: Tensor, inside: _Names, what: str) -> tuple[Tensor, Tensor]:
+    """The mask of real tokens per group, and the share of real tokens, which weighs losses."""
+    of_losses = FLOAT64 if x.dtype is FLOAT64 else FLOAT32
+    share = real_share(nonpadding, of_losses, [d for d in nonpadding.shape if d.name in inside.stays])
+    return _mask(nonpadding, x, grouped.shape, what), share
 
 
 def _mask(nonpadding: Tensor, x: Tensor, grouped: Shape, what: str) -> Tensor:

@@ -66,14 +66,14 @@ class CutFeatures:
 
 
 @dataclass(frozen=True, eq=False)
-class Buffer:
+class SlotBuffer:
     """Slots for a value of several microbatches: [slot, stage, ...], a carry of the loop over ticks."""
 
     carry: Tensor
     slot: Dimension
 
     @classmethod
-    def like(cls, x: Tensor, graph: Graph, count: int, name: str) -> Buffer:
+    def like(cls, x: Tensor, graph: Graph, count: int, name: str) -> SlotBuffer:
         """Empty slots for values of the type of `x`; `graph` is the body of the loop over ticks."""
         slot = Dimension(free_name(f"{name}_slot", x.shape.names), count)
         return cls(late_carry(graph, TensorType(Shape([slot, *x.shape]), x.dtype), name), slot)

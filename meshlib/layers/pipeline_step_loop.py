@@ -19,7 +19,7 @@ from meshlib.core.loop_record import LoopBody
 from meshlib.core.names import free_name
 from meshlib.core.opdef import RESIDENT
 from meshlib.core.replay import all_operations, needed, replay
-from meshlib.layers.pipeline_buffers import WHAT, Buffer, CutFeatures
+from meshlib.layers.pipeline_buffers import WHAT, CutFeatures, SlotBuffer
 from meshlib.layers.pipeline_layers import loads_of
 from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, WEIGHTS
 from meshlib.layers.pipeline_ticks import FIRST, FIRST_BACKWARD, LOSS, Ticks
@@ -156,7 +156,7 @@ class StepLoop:
         if self.stage not in x.shape or not x.dtype.is_float:
             raise ShapeError(f"{at(WHAT)}: first_fn must return a float tensor of the dim {self.stage}, got {x}")
         self.entering = transpose(x, [self.stage, *(d for d in x.shape if d != self.stage)])
-        self.inputs = Buffer.like(self.entering, self.graph, self.ticks.inputs[1], "inputs")
+        self.inputs = SlotBuffer.like(self.entering, self.graph, self.ticks.inputs[1], "inputs")
         self.inputs.write(self.entering, self.tables["write first"])
         return []
 
@@ -189,10 +189,10 @@ class StepLoop:
         live = needed(z.operation for z in (self.stage_output, *self.further_outputs.values()))
         values = [x for x, _ in kept_values([op for op in operations if op in live], self.remat, WHAT)]
         values = [x for x in values if self.stage in x.shape and x not in weights and x is not self.stage_input]
-        self.kept: list[tuple[Tensor, Buffer]] = []
+        self.kept: list[tuple[Tensor, SlotBuffer]] = []
         for x in self._read_backward(values):
             name, count = f"residual_{len(self.kept)}", self.ticks.residuals[1]
-            self.kept.append((x, Buffer.like(x, self.graph, count, name)))
+            self.kept.append((x, SlotBuffer.like(x, self.graph, count, name)))
             self.kept[-1][1].write(x, self.tables["write residual"])
 
     def _read_backward(self, values: Sequence[Tensor]) -> list[Tensor]:
@@ -227,7 +227,7 @@ class StepLoop:
             dy, *others = gradients([loss], [y, *(x for _, x in inside)], [self._seed(loss)])
             if dy is None:
                 raise GraphError(f"{at(WHAT)}: the loss does not depend on the output of the stages")
-            self.cotangents = Buffer.like(dy, self.graph, self.ticks.cotangents[1], "cotangents")
+            self.cotangents = SlotBuffer.like(dy, self.graph, self.ticks.cotangents[1], "cotangents")
             self.cotangents.write(dy, self.tables["write loss"])
             self._add_gradients(inside, others)
         self._add_outputs(reduced)
@@ -294,10 +294,10 @@ class StepLoop:
         later = deferred(graph, [dx], grads, lambda z: self.stage in z.shape, beside)
         self.later = LaterWeights(later, grads, graph, self.graph)
         self.of_stages = [(source, source) for source, _ in pairs]
-        self.operands: list[Buffer] = []
+        self.operands: list[SlotBuffer] = []
         for x in self.later.stored:
             name = f"operand_{len(self.operands)}"
-            self.operands.append(Buffer.like(x, self.graph, self.ticks.operands[1], name))
+            self.operands.append(SlotBuffer.like(x, self.graph, self.ticks.operands[1], name))
             self.operands[-1].write(x, self.tables["write operands"])
 
     def _weights(self) -> list[Tensor]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from layouts import Dimension, LayoutRules, Mesh, Report, Shape, Sharding, check
 from layouts.checking import some
-from layouts.rules import Fault, Rule
+from layouts.rules import Rule, RuleFault
 from layouts.sharding import Axes
 from meshlib.core.errors import LayoutError
 from meshlib.core.graph import UPDATE, Graph, Operation, Tensor
@@ -227,7 +227,7 @@ def refuse_faults(report: Report, subjects: Subjects, mesh: Mesh, rules: LayoutR
 
 
 def _fault_text(
-    fault: Fault, labels: tuple[str, ...], known: Mapping[str, Operation], mesh: Mesh, rules: LayoutRules
+    fault: RuleFault, labels: tuple[str, ...], known: Mapping[str, Operation], mesh: Mesh, rules: LayoutRules
 ) -> str:
     first = known[labels[0]] if labels else None
     bound = first is not None and first.opdef.home is Home.GIVEN
@@ -242,7 +242,7 @@ def _fault_text(
     return "\n  ".join(lines)
 
 
-def _remedy_of_argument(fault: Fault, op: Operation) -> str:
+def _remedy_of_argument(fault: RuleFault, op: Operation) -> str:
     """Remedy for a dim whose size comes from an argument, such as a model's."""
     numbers = re.match(r"\d+ % (\d+) = \d+\.", fault.remedy)
     advice = op.graph.around[-1].remedies.get(fault.rule.dim) if fault.rule is not None else None
@@ -251,7 +251,7 @@ def _remedy_of_argument(fault: Fault, op: Operation) -> str:
     return f"{numbers.group(0)} {advice.format(blocks=numbers.group(1))}, or remove {fault.rule}."
 
 
-def _remedy_of_new_size(fault: Fault, op: Operation) -> str:
+def _remedy_of_new_size(fault: RuleFault, op: Operation) -> str:
     """Remedy for a dim whose size an operation changes (slice, pad): padding the dim everywhere would not help."""
     numbers = re.match(r"(\d+) % (\d+) = \d+\.", fault.remedy)
     changed = [

@@ -69,14 +69,14 @@ class Caches:
         """Write keys and values of the encoder's sequence to the cache of a cross-attention."""
         for name, x in (("keys", k), ("values", v)):
             length = length_of(x)
-            held = Stored.new(name, rename_dimension(x, length.name, SOURCE), Dimension(SOURCE, length.size), self)
+            held = CachedArray.new(name, rename_dimension(x, length.name, SOURCE), Dimension(SOURCE, length.size), self)
             self._written += held.replaced(rename_dimension(x, length.name, SOURCE))
 
     def held_sources(self, like: Tensor, dims: Sequence[Dimension], length: int) -> Held:
         """The cached keys and values of the encoder's sequence, with these dims, in the dtype of `like`."""
         slots = Dimension(SOURCE, length)
         shape = [*dims[:-1], slots, dims[-1]]
-        keys, values = (Stored.declared(n, shape, like.dtype.name, self).read() for n in ("keys", "values"))
+        keys, values = (CachedArray.declared(n, shape, like.dtype.name, self).read() for n in ("keys", "values"))
         return Held(keys, values, SOURCE, self.mask(slots))
 
     def mask(self, slots: Dimension) -> Tensor:
@@ -109,7 +109,7 @@ class Caches:
         parts = [("keys", k)] if k is v else [("keys", k), ("values", v)]
         seen = []
         for name, x in parts:
-            stored = Stored.new(name, x, slots, self)
+            stored = CachedArray.new(name, x, slots, self)
             if self.decoding:
                 written = stored.with_token(x, ring)
                 seen.append(stored.read([value for _, value in written]))
@@ -120,7 +120,7 @@ class Caches:
 
 
 @dataclass(frozen=True)
-class Stored:
+class CachedArray:
     """One cached array: its variable, and in eight bits the variable of its scales."""
 
     slots: Dimension
@@ -130,7 +130,7 @@ class Stored:
     variables: tuple[Tensor, ...]
 
     @classmethod
-    def new(cls, name: str, x: Tensor, slots: Dimension, caches: Caches) -> Stored:
+    def new(cls, name: str, x: Tensor, slots: Dimension, caches: Caches) -> CachedArray:
         """New variables for tensors like x, [batch, ..., length, heads ..., channels]: [batch, ..., heads ..., slots,
         channels]."""
         length = length_of(x)
@@ -140,7 +140,7 @@ class Stored:
         return cls.declared(name, [*dims[:-1], slots, dims[-1]], x.dtype.name, caches)
 
     @classmethod
-    def declared(cls, name: str, shape: Sequence[Dimension], dtype: str, caches: Caches) -> Stored:
+    def declared(cls, name: str, shape: Sequence[Dimension], dtype: str, caches: Caches) -> CachedArray:
         """Its variables in the current scope."""
         stored_dtype = dtype if caches.dtype is None else caches.dtype
         with scope("cache"):

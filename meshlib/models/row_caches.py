@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from layouts import Dimension
 from meshlib.core.graph import Tensor
 from meshlib.layers.attention import Cache, Held
-from meshlib.models.caches import SLOTS, Caches, Stored, length_of
+from meshlib.models.caches import SLOTS, CachedArray, Caches, length_of
 from meshlib.ops.movement.dynamic_slices import update_rows, update_slice
 from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.indexing import range as positions_of
@@ -61,17 +61,17 @@ class RowCaches(Caches):
         parts = [("keys", k)] if k is v else [("keys", k), ("values", v)]
         seen = []
         for name, x in parts:
-            stored = Stored.new(name, x, self.slots, self) if self.table is None else self._paged(name, x)
+            stored = CachedArray.new(name, x, self.slots, self) if self.table is None else self._paged(name, x)
             written = [(held, self._with_rows(held, part)) for held, part in stored.parts(x)]
             self._written += written
             seen.append(stored.read([self._in_order(value) for _, value in written]))
         return Held(seen[0], seen[-1], SLOTS, self._visible_slots(window))
 
-    def _paged(self, name: str, x: Tensor) -> Stored:
+    def _paged(self, name: str, x: Tensor) -> CachedArray:
         """New variables for tensors like x, [batch, ..., length, heads ..., channels]: [pages, heads ..., channels]."""
         dims = [d for d in x.shape if d not in (length_of(x), x.shape[0])]
         pages = Dimension(PAGES, self.pages * self.page_size)
-        return Stored.declared(name, [*dims[:-1], pages, dims[-1]], x.dtype.name, self)
+        return CachedArray.declared(name, [*dims[:-1], pages, dims[-1]], x.dtype.name, self)
 
     def _with_rows(self, held: Tensor, part: Tensor) -> Tensor:
         """New values of a variable with the new tokens of all rows.

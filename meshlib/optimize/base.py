@@ -34,7 +34,7 @@ from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
 from meshlib.ops.pointwise.selection import where
 from meshlib.ops.pointwise.unary import sqrt, square
-from meshlib.optimize.loss_scale import DynamicLossScale, Scaling
+from meshlib.optimize.loss_scale import DynamicLossScale, ScaledLoss
 from meshlib.optimize.schedules import Schedule
 
 LearningRate = float | Tensor | Schedule
@@ -287,7 +287,7 @@ class Optimizer(abc.ABC):
         return self.bounded(value, "the schedule's result")
 
     def _apply(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], max_norm: float | None, scaling: Scaling | None
+        self, pairs: Sequence[tuple[Tensor, Tensor]], max_norm: float | None, scaling: ScaledLoss | None
     ) -> list[Operation]:
         owners, grads = [], []
         for grad, v in pairs:
@@ -318,7 +318,7 @@ class Optimizer(abc.ABC):
                 updates += self._update(op, grad, scalars[grad.dtype], good)
             return updates + (scaling.close(good) if scaling is not None and good is not None else [])
 
-    def _scalars(self, dtype: DType, scaling: Scaling | None) -> Scalars:
+    def _scalars(self, dtype: DType, scaling: ScaledLoss | None) -> Scalars:
         with region(UPDATE), absolute_scope("optimizer"):
             return self.scalars(step() if scaling is None else scaling.applied, dtype)
 

@@ -62,7 +62,7 @@ class DynamicLossScale:
         if self.factor <= 1:
             raise GraphError(f"{at(what)}: factor must be larger than 1, got {factor}")
 
-    def open(self) -> Scaling:
+    def open(self) -> ScaledLoss:
         """The variables of this scale in the current graph."""
 
         def variable(name: str, start: float, dtype: str) -> Tensor:
@@ -70,11 +70,11 @@ class DynamicLossScale:
 
         with absolute_scope("loss_scale"):
             counts = (variable(name, 0, "int32") for name in ("good_steps", "applied_steps"))
-            return Scaling(self, variable("scale", self.initial, "float32"), *counts)
+            return ScaledLoss(self, variable("scale", self.initial, "float32"), *counts)
 
 
 @dataclass(frozen=True)
-class Scaling:
+class ScaledLoss:
     """A loss scale in a program: its rule and its three variables."""
 
     rule: DynamicLossScale

@@ -43,7 +43,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Figures:
+class ComparedFigures:
     """Published figures beside predictions; `print` shows a table. `of`: what the rows are; `notes`: lines below it."""
 
     rows: tuple[Figure, ...]
@@ -70,7 +70,7 @@ def _digits(value: float) -> str:
 
 
 @cache
-def machine_figures() -> Figures:
+def machine_figures() -> ComparedFigures:
     """Every published figure of a machine beside the model's.
 
     Example:
@@ -78,7 +78,7 @@ def machine_figures() -> Figures:
       >>> max(abs(row.error) for row in figures.rows) < 0.12
       True
     """
-    return Figures(tuple(row for rows in _SECTIONS for row in rows()))
+    return ComparedFigures(tuple(row for rows in _SECTIONS for row in rows()))
 
 
 def _peaks() -> Iterator[Figure]:

@@ -16,7 +16,7 @@ from functools import cache
 from meshlib.models import preset
 from meshlib.searching.arrivals import Arrivals
 from meshlib.searching.serving import serving
-from meshlib.validation.machine_figures import Figure, Figures
+from meshlib.validation.machine_figures import ComparedFigures, Figure
 
 _AT_ONCE, _REQUESTS = 1e4, 600  # requests per second: all arrive within a few steps
 _SHAREGPT = (121, 233)
@@ -94,7 +94,7 @@ RUNS = (
 
 
 @cache
-def served_figures(runs: tuple[ServedRun, ...] = RUNS) -> Figures:
+def served_figures(runs: tuple[ServedRun, ...] = RUNS) -> ComparedFigures:
     """Each published throughput beside the predicted one.
 
     Example:
@@ -103,4 +103,4 @@ def served_figures(runs: tuple[ServedRun, ...] = RUNS) -> Figures:
       True
     """
     rows = (Figure(run.name, run.tokens_per_second, run.predicted(), "/s", run.source) for run in runs)
-    return Figures(tuple(rows), "tokens decoded", (_LEFT_OUT,))
+    return ComparedFigures(tuple(rows), "tokens decoded", (_LEFT_OUT,))

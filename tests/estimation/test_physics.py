@@ -10,7 +10,7 @@ import pytest
 import meshlib as mtf
 from hardware import CHIPS, Slice
 from hardware.memory import pcie_seconds
-from meshlib.core.opdef import Scores
+from meshlib.core.opdef import ScoreProducts
 from meshlib.estimation import Physics, Row
 from meshlib.estimation.work.products import Attention
 from tests.compilers import IN_PIECES, INDEPENDENT
@@ -329,8 +329,8 @@ def test_no_engine_gives_more_than_it_has():
 
 def test_attention_computes_whole_tiles():
     """4,096 queries that see those before them: 36 of 64 tiles of 512, 3 of 4 of 2,048; of near ones 15, and all 3."""
-    causal = Attention(Scores((), ()), 36 * 512**2, 128, 128, 1, 4096, 4096, True)
-    near = Attention(Scores((), ()), 15 * 512**2, 128, 128, 1, 4096, 4096, True, window=512)
+    causal = Attention(ScoreProducts((), ()), 36 * 512**2, 128, 128, 1, 4096, 4096, True)
+    near = Attention(ScoreProducts((), ()), 15 * 512**2, 128, 128, 1, 4096, 4096, True, window=512)
     assert (causal.scores_in((512, 512)), causal.scores_in((2048, 2048))) == (36 * 512**2, 3 * 2048**2)
     assert (near.scores_in((512, 512)), near.scores_in((2048, 2048))) == (15 * 512**2, 3 * 2048**2)
 

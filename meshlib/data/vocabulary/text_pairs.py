@@ -144,7 +144,7 @@ def texts_in_rows(
 
 
 @dataclass(frozen=True)
-class _Side:
+class _TokenRows:
     """Tokens of one side in rows."""
 
     tokens: Array
@@ -152,7 +152,7 @@ class _Side:
     positions: Array
 
 
-def _shifted(targets: _Side, start: int) -> dict[str, Array]:
+def _shifted(targets: _TokenRows, start: int) -> dict[str, Array]:
     """The input tokens: each target's previous token in its text, the start token for the first."""
     tokens = np.zeros_like(targets.tokens)
     tokens[:, 1:] = targets.tokens[:, :-1]
@@ -200,7 +200,7 @@ class _TextRows:
         self.rows.append([truncated])
         self.open.append((len(self.rows) - 1, {side: n - len(truncated[side]) for side, n in self.lengths.items()}))
 
-    def side(self, side: str) -> _Side:
+    def side(self, side: str) -> _TokenRows:
         """One side of all rows as arrays."""
         shape = (len(self.rows), self.lengths[side])
         tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
@@ -212,7 +212,7 @@ class _TextRows:
                 segments[r, begin:stop] = n
                 positions[r, begin:stop] = np.arange(stop - begin)
                 begin = stop
-        return _Side(tokens, segments, positions)
+        return _TokenRows(tokens, segments, positions)
 
     def examples(self, arrays: dict[str, Array]) -> TextExamples:
         """The result for the caller."""

@@ -10,7 +10,7 @@ from hardware.core import Matmul
 from hardware.memory import LANES
 from meshlib.core.dtypes import INT4
 from meshlib.core.graph import BACKWARD
-from meshlib.core.opdef import Kind, Product, Scores
+from meshlib.core.opdef import Kind, Product, ScoreProducts
 from meshlib.estimation.work.stored_values import Stored
 from meshlib.estimation.work.tiles import tiled_bytes
 from meshlib.ops.contraction.einsum import EIGHT_BIT, matmul_plan
@@ -34,7 +34,7 @@ class Attention:
       length, memory: global numbers of queries and keys of a sequence; causal, window: the mask.
     """
 
-    of: Scores
+    of: ScoreProducts
     scores: int
     key: int
     value: int

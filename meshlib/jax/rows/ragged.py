@@ -46,19 +46,8 @@ def _products(part: RowContext, a: Array, b: Array, begins: Array, ends: Array) 
     rows, groups = part.attrs["rows"], part.attrs["groups"]
     of_a, of_b, out = *part.names[:2], part.out.shape.names
     of_bounds = part.names[-2]
-    own = [n for n in of_bounds if n != groups]
-    rest_a, rest_b = ([n for n in of if n not in (rows, groups, *own)] for of in (of_a, of_b))
-    left, columns = [n for n in rest_a if n not in rest_b], [n for n in rest_b if n not in rest_a]
-    both = [n for n in rest_a if n in rest_b]
-    contracted = [n for n in both if n not in out]
-    apart = own + [n for n in both if n in out]
+    apart, result, order_a, order_b = _orders(part, [n for n in of_bounds if n != groups])
     sizes = dict(zip((*of_a, *of_b), (*a.shape, *b.shape), strict=True))
-    if rows in of_b:
-        apart += contracted
-        result, order_a, order_b = [groups, *left, *columns], [[rows], left], [[rows], columns]
-    else:
-        apart += left
-        result, order_a, order_b = [rows, *columns], [[rows], contracted], [[groups], contracted, columns]
     offset = part.offsets[rows]
     bounds = (jnp.clip(begins - offset, 0, sizes[rows]), jnp.clip(ends - offset, 0, sizes[rows]))
     split = dict(zip(of_bounds, begins.shape, strict=True))[groups] < part.attrs["count"]
@@ -72,6 +61,23 @@ def _products(part: RowContext, a: Array, b: Array, begins: Array, ends: Array) 
         onto = products.pop() if adds and products else None
         products.append(_one(x, y, low, high, split, rows in of_b, on_tpu, onto))
     return _stacked(products, [] if adds else apart, result, sizes, out)
+
+
+def _orders(
+    part: RowContext, own: Sequence[str]
+) -> tuple[list[str], list[str], list[Sequence[str]], list[Sequence[str]]]:
+    """Dims with a product for each index (`own`: those with groups of their own), dims of a product, and the dims of
+    its operands by axis.
+    """
+    rows, groups = part.attrs["rows"], part.attrs["groups"]
+    of_a, of_b = ([n for n in of if n not in (groups, *own)] for of in part.names[:2])
+    left, columns = [n for n in of_a if n not in (rows, *of_b)], [n for n in of_b if n not in of_a]
+    both = [n for n in of_a if n in of_b and n != rows]
+    contracted = [n for n in both if n not in part.out.shape.names]
+    apart = [*own, *(n for n in both if n not in contracted)]
+    if rows in of_b:
+        return [*apart, *contracted], [groups, *left, *columns], [[rows], left], [[rows], columns]
+    return [*apart, *left], [rows, *columns], [[rows], contracted], [[groups], contracted, columns]
 
 
 def _stacked(

@@ -179,14 +179,16 @@ class RetinaNetConfig(Config):
 
 
 @dataclass(frozen=True)
-class Level:
+class HeadOutputs:
     """Outputs of the heads at one level: [batch, height, width, anchors, classes] and [..., coordinates]."""
 
     logits: Tensor
     codes: Tensor
 
 
-def retinanet(config: RetinaNetConfig, images: Tensor, is_training: bool) -> tuple[dict[int, Level], list[Operation]]:
+def retinanet(
+    config: RetinaNetConfig, images: Tensor, is_training: bool
+) -> tuple[dict[int, HeadOutputs], list[Operation]]:
     """Class and box outputs per level in float32, and the updates of moving averages.
 
     Args:
@@ -231,7 +233,7 @@ def _doubled(x: Tensor, like: Tensor) -> Tensor:
     return repeat(x, f"batch {rows} {columns} channels -> batch ({rows} 2) ({columns} 2) channels", names=finer)
 
 
-def _heads(tower: Tower, config: RetinaNetConfig, x: Tensor, reused: bool) -> Level:
+def _heads(tower: Tower, config: RetinaNetConfig, x: Tensor, reused: bool) -> HeadOutputs:
     each = config.anchors.each
     bias = -math.log((1 - PRIOR) / PRIOR)
     heads = {}
@@ -245,7 +247,7 @@ def _heads(tower: Tower, config: RetinaNetConfig, x: Tensor, reused: bool) -> Le
             y = rearrange(y, f"... (anchors {dim}) -> ... anchors {dim}", anchors=each)
             prior = tower.numerics.variable("last/bias", list(y.shape.dims[-2:]), start, y.dtype)
             heads[part] = y + prior
-    return Level(heads["classes"], heads["boxes"])
+    return HeadOutputs(heads["classes"], heads["boxes"])
 
 
 # ---------------------------------------------------------------- training and detection steps

@@ -27,7 +27,7 @@ from meshlib.core.arguments import at, flag, items, number, whole
 from meshlib.core.dtypes import BOOL, INT32
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType, find_dim
-from meshlib.core.opdef import TRANSCENDENTAL_OPS, Factor, Kind, Linear, Role, Scores, Work, operation, variant
+from meshlib.core.opdef import TRANSCENDENTAL_OPS, Factor, Kind, Linear, Role, ScoreProducts, Work, operation, variant
 from meshlib.ops.building import build, build_all, tensor
 from meshlib.ops.contraction.einsum import einsum
 from meshlib.ops.control.state import stop_gradient
@@ -280,7 +280,7 @@ ATTENTION = operation(
     grad=_grad,
     linear=lambda op: Linear((2,)),
     work=_work(1, 1, _OPS, 3),
-    scores=Scores(contracted=("key_dim",), turned=("value_dim",)),
+    scores=ScoreProducts(contracted=("key_dim",), turned=("value_dim",)),
 )
 GRAD_QUERY = operation(
     "attention_grad_query",
@@ -292,7 +292,7 @@ GRAD_QUERY = operation(
     grad=lambda op, dz: _second(op, slice(0, 1), [dz]),
     linear=lambda op: Linear((2, 3)),
     work=_work(2, 1, _GRAD_OPS, 4),
-    scores=Scores(_BOTH, turned=("key_dim",), repeated=1, backward=True, spared=True),
+    scores=ScoreProducts(_BOTH, turned=("key_dim",), repeated=1, backward=True, spared=True),
 )
 GRAD_MEMORY = operation(
     "attention_grad_memory",
@@ -304,7 +304,7 @@ GRAD_MEMORY = operation(
     grad=lambda op, dk, dv: _second(op, slice(1, 3), [dk, dv]),
     linear=lambda op: Linear((3,)),
     work=_work(2, 2, _GRAD_OPS, 4),
-    scores=Scores(_BOTH, turned=_BOTH, repeated=2, backward=True),
+    scores=ScoreProducts(_BOTH, turned=_BOTH, repeated=2, backward=True),
 )
 # Self-attention through a window: if both dims are split alike, halos are exchanged.
 WINDOW = variant(ATTENTION, "attention_window", roles=_window_roles("length"), lower=WINDOW_RESULT)
