@@ -278,14 +278,10 @@ def _written(
     of_values = _value_dims(q, k, v, contracted)
     lengths = [d for d in q.shape if d not in k.shape]
     batch = [d for d in k.shape if d not in contracted and d != memory]
-    flags = pattern.flags
-    visible = {*q.shape.names, *k.shape.names}
-    if not (contracted and of_values and lengths and math.isfinite(pattern.scale)):
+    if not (contracted and of_values and lengths and {*batch} <= {*q.shape} and _fits(pattern, q, k)):
         return None
-    if not {*batch} <= {*q.shape} or not all({*f.shape.names} <= visible for f in flags):
-        return None
-    length = _length(lengths, memory, flags)
-    seen = seen_by(flags, length, memory)
+    length = _length(lengths, memory, pattern.flags)
+    seen = seen_by(pattern.flags, length, memory)
     dtype = min((q, k, v), key=lambda t: t.dtype.itemsize).dtype
     q, k, v = (cast(t, dtype) for t in (q, k, v))
     if len(v.shape) != len(batch) + 1 + len(of_values):
@@ -299,6 +295,12 @@ def _written(
     if [value] != of_values:
         y = reshape(y, [*(d for d in y.shape if d != value), *of_values])
     return y
+
+
+def _fits(pattern: _ScorePattern, q: Tensor, k: Tensor) -> bool:
+    """Whether the scale is finite, and flags have dims of queries and keys alone."""
+    visible = {*q.shape.names, *k.shape.names}
+    return math.isfinite(pattern.scale) and all({*f.shape.names} <= visible for f in pattern.flags)
 
 
 def _length(lengths: list[Dimension], memory: Dimension, flags: list[Tensor]) -> Dimension:

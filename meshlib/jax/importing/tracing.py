@@ -127,12 +127,9 @@ class Tracing:
         if name in KINDS:
             return self._kernel(eqn, ins, place)
         if (inner := params.get(_CALLS.get(name, ""))) is not None:
-            written_by, known = author_of(inner), f"jit:{params.get('name', '')}"
-            # A function that JAX names may have a rule that is not JAX's.
-            ours = (known in RULES or known in REWRITES) and len(ins) == OPERANDS.get(known, len(ins))
-            if written_by != "jax" or not ours or self._holds_rules(inner):
-                return self.inline(inner, ins, place, inherit=written_by != "user")
-            name = known
+            name = f"jit:{params.get('name', '')}"
+            if not self._is_known(name, inner, len(ins)):
+                return self.inline(inner, ins, place, inherit=author_of(inner) != "user")
         if name in _CHECKPOINTS:
             return self._checkpoint(eqn, ins, place)
         if name == "scan":
@@ -147,6 +144,11 @@ class Tracing:
         real = flat(ins)
         rewritten = self._rewritten(name, eqn, real, place)
         return self._add(name, eqn, real, place) if rewritten is None else rewritten
+
+    def _is_known(self, name: str, inner: Any, count: int) -> bool:
+        """Whether a call is a function of JAX's that has a rule here, and contains no derivative rules of others."""
+        has_rule = (name in RULES or name in REWRITES) and count == OPERANDS.get(name, count)
+        return author_of(inner) == "jax" and has_rule and not self._holds_rules(inner)
 
     def _rewritten(self, name: str, eqn: Any, real: list[Var], place: SourcePlace) -> Sequence[Value] | None:
         """The results of a primitive's rewrite; None if it has none."""
@@ -193,12 +195,9 @@ class Tracing:
         data = any(x.data for x in (ins if reads is None else reads))
         outs = [self.var(aval, data, of_keys) for aval in avals]
         step = CodeStep(kind, ins, outs, {**eqn.params, **params}, place, bodies)
-        for out in outs:
-            if 0 in out.shape and not out.key:
-                self.set_known(out, np.zeros(out.shape, numpy_type(out.dtype)))
-        if self._folded(step) or all(0 in out.shape for out in outs):
+        if self._are_empty(outs) or self._folded(step):
             return outs
-        if any(x.key for x in ins) and (kind in DRAWS or all(out.key for out in outs)) and not bodies:
+        if not bodies and _reads_keys(step):
             drawn = self.keyed.add(step, self.levels)
             why = f"{kind.removeprefix('jit:_')} ({place.line}): {AGAIN}"
             return flat(self._refuse(eqn, why)) if drawn is None else drawn
@@ -206,12 +205,19 @@ class Tracing:
             out.maker = step
         if any(x.trips is not None for x in ins):
             follow(step)
-        where = _saved_in(self.policy, eqn) if self.policy is not None and len(outs) == 1 else None
-        if where is not None:
+        if self.policy is not None and len(outs) == 1 and (where := _saved_in(self.policy, eqn)) is not None:
             self.saved += 1
             step.saved, step.on_host = f"saved_{self.saved}", where == "host"
         self.levels[-1].steps.append(step)
         return outs
+
+    def _are_empty(self, outs: Sequence[Var]) -> bool:
+        """Whether all results have no elements; those that have none are known."""
+        empty = [out for out in outs if 0 in out.shape]
+        for out in empty:
+            if not out.key:
+                self.set_known(out, np.zeros(out.shape, numpy_type(out.dtype)))
+        return len(empty) == len(outs)
 
     def _folded(self, step: CodeStep) -> bool:
         """Fold a step whose operands are known; returns whether it succeeded."""
@@ -366,6 +372,11 @@ def _branch_here(platforms: Sequence[tuple[str, ...] | None]) -> int | None:
     here = jax.default_backend()
     names = ("cuda", "rocm") if here == "gpu" else (here,)
     return next((n for n, of in enumerate(platforms) if of is None or any(name in of for name in names)), None)
+
+
+def _reads_keys(step: CodeStep) -> bool:
+    """Whether a step draws numbers with keys, or derives keys from others."""
+    return any(x.key for x in step.ins) and (step.kind in DRAWS or all(out.key for out in step.outs))
 
 
 def _has_float_data(values: Sequence[Value]) -> bool:
