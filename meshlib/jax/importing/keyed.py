@@ -90,23 +90,28 @@ class Keyed:
         depth = len(levels) - 1
         while levels[depth].trips and all(x.const is not None or x.level < depth for x in step.ins):
             depth -= 1
-        if not all(out.key for out in step.outs):
-            # Parts of a differentiated function may contain the bits of a distribution without its name.
-            keys = (self.identity(x) for x in step.ins if x.key)
-            bits = (step.params.get("bit_width", 32), step.outs[0].shape, *keys)
-            kinds = self.drawn.get(bits, frozenset())
-            around = tuple(level.trips for level in levels[: depth + 1] if level.trips)
-            first, like = self.first.setdefault(identity, (step, around))
-            if first is not step and around == like:
-                first.params = step.params = {**first.params, "stream": f"key {identity}"}
-            elif step.kind in kinds or (kinds and "random_bits" in {step.kind, *kinds}):
-                return None
-            self.drawn[bits] = kinds | {step.kind}
+        if not all(out.key for out in step.outs) and not self._add_draw(step, identity, levels[: depth + 1]):
+            return None
         for n, out in enumerate(step.outs):
             out.level, out.maker, self.identities[out] = depth, step, (identity, n)
         levels[depth].steps.append(step)
         levels[depth].keyed[identity] = step.outs
         return step.outs
+
+    def _add_draw(self, step: CodeStep, identity: int, levels: Sequence[Level]) -> bool:
+        """Record the draws of a step; False where they may repeat others with the same keys."""
+        # Parts of a differentiated function may contain the bits of a distribution without its name.
+        keys = (self.identity(x) for x in step.ins if x.key)
+        bits = (step.params.get("bit_width", 32), step.outs[0].shape, *keys)
+        kinds = self.drawn.get(bits, frozenset())
+        around = tuple(level.trips for level in levels if level.trips)
+        first, like = self.first.setdefault(identity, (step, around))
+        if first is not step and around == like:
+            first.params = step.params = {**first.params, "stream": f"key {identity}"}
+        elif step.kind in kinds or (kinds and "random_bits" in {step.kind, *kinds}):
+            return False
+        self.drawn[bits] = kinds | {step.kind}
+        return True
 
 
 def _following(jaxpr: Any, at: int, carries_and_slices: int) -> str | None:
