@@ -19,8 +19,8 @@ from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.indexing import range as positions
 from meshlib.ops.movement.ranking import argmax, argsort, top_k
 from meshlib.ops.movement.runs import slice
-from meshlib.ops.movement.shape import rename_dimension
-from meshlib.ops.pointwise.binary import multiply, pow
+from meshlib.ops.movement.shape import rename_dimension, reshape, transpose
+from meshlib.ops.pointwise.binary import floordiv, multiply, pow
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.cumulative import cumprod, cumsum
 from meshlib.ops.pointwise.reductions import reduce_all, reduce_any, reduce_max, reduce_min, reduce_sum
@@ -155,10 +155,15 @@ rule("reduce_prod", **_reducing(_product, np.prod, lambda t, n: pow(t, float(n))
 
 def _argmax(w: StepWriter, step: CodeStep) -> Tensor:
     x, (at,) = step.ins[0], _reduced(step)
-    t = w.whole(x, x.axes, at)
+    dims = [w.dim(d) for d in w.axes.dims(x.axes[at])]
+    t = w.whole(x, x.axes, at) if len(dims) < 2 else w.full(w.under(x, x.axes), x.axes)
     if t.dtype.name == "bool":
         t = cast(t, "int32")
-    return argmax(t if step.kind == "argmax" else negative(t), w.whole_dim(x.axes[at]))
+    t = t if step.kind == "argmax" else negative(t)
+    if len(dims) < 2:
+        return argmax(t, w.whole_dim(x.axes[at]))
+    indices = _top_k_of_product(t, dims, Dimension("one", 1))[1]
+    return reshape(indices, indices.shape.dims[:-1])
 
 
 rule("argmax argmin", axes=_reduce_axes, write=_argmax)
@@ -238,10 +243,27 @@ def _top_k_axis(step: CodeStep) -> int:
     return int(step.params.get("axis", -1)) % len(step.ins[0].shape)
 
 
+def _top_k_of_product(t: Tensor, dims: Sequence[Dimension], k: Dimension) -> tuple[Tensor, Tensor]:
+    """The largest elements over several dims, in row-major order: those along the last dim, then those among them.
+
+    The dims need not be merged, so they may stay split, as the beams and the vocabulary of a beam search.
+    """
+    *major, minor = dims
+    rest = [d for d in t.shape if d not in dims]
+    each = Dimension(f"{k.name}_each", k.size)
+    candidates = Dimension(f"{k.name}_candidates", prod(d.size for d in major) * k.size)
+    values, within = (reshape(transpose(y, [*rest, *major, each]), [*rest, candidates]) for y in top_k(t, minor, each))
+    values, chosen = top_k(values, candidates, k)
+    return values, floordiv(chosen, k.size) * minor.size + gather(within, chosen, candidates)
+
+
 def _top_k(w: StepWriter, step: CodeStep) -> list[Tensor | None]:
     x, at, out = step.ins[0], _top_k_axis(step), step.outs[0]
-    one, k = w.whole_dim(x.axes[at]), w.whole_dim(out.axes[at])
-    values, indices = top_k(w.whole(x, x.axes, at), one, k)
+    dims, k = [w.dim(d) for d in w.axes.dims(x.axes[at])], w.whole_dim(out.axes[at])
+    if len(dims) > 1 and k.size < dims[-1].size:
+        values, indices = _top_k_of_product(w.full(w.under(x, x.axes), x.axes), dims, k)
+    else:
+        values, indices = top_k(w.whole(x, x.axes, at), w.whole_dim(x.axes[at]), k)
     return [w.apart(t, out.axes[at]) for t in (values, indices)]
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import meshlib as mtf
 from examples.plans import plan_jax
 from tests.effort import some
+from tests.jax.importing.checks import compared
 from tests.jax.importing.models import LLAMA_NAMES, llama, llama_params
 
 LAYOUTS = [
@@ -188,3 +191,21 @@ def test_the_example(capsys):
     assert "plan_jax.py:" in text
     assert "because einsum 'scan/einsum" in text
     assert plan_jax.main(["--slice", "v5e-17"]) == 2
+
+
+def test_beams_over_a_split_vocabulary_exchange_candidates_alone():
+    """Ties among values, and the smallest value of all, which argmin reads, included."""
+    batch, beams, vocab = 4, 3, 16
+    rng = np.random.default_rng(0)
+    w = rng.integers(-2, 3, (6, vocab)).astype(np.float32)
+    h, before = rng.integers(-2, 3, (batch, beams, 6)).astype(np.float32), np.zeros((batch, beams), np.float32)
+
+    def step(w, h, before):
+        scores = (h @ w + before[..., None]).reshape(batch, beams * vocab)
+        values, at = jax.lax.top_k(scores, beams)
+        return values, at // vocab, at % vocab, jnp.argmax(scores, -1), jnp.argmin(scores, -1)
+
+    names, layouts = {"w": "d vocab", "h": "batch beam d"}, [("m:4", "vocab:m")]
+    graph = compared(step, w, h, before, names=names, layouts=layouts, gradients=False)
+    program = mtf.lower(graph.outputs, mesh="m:4", layout="vocab:m")
+    assert max(c.payload_bytes for c in program.collectives) == batch * beams * beams * 8  # a value and its index
