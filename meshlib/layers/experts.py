@@ -273,15 +273,19 @@ def _route(
             for own, t in ((loss, below.loss), (balance, below.balance_loss), (z, below.z_loss))
         )
     else:
-        apart = None
-        if grouping is not None and rows is not None and not rows.fixed:
-            dispatched, sizes, apart = regrouped(dispatched, grouping.sizes, rows)
-            grouping = replace(grouping, rows=dispatched.shape[-2], sizes=sizes, draws=rows.count("drawn"))
-        combined = compute(dispatched, (*held, many), gates, grouping)
-        combined = combined if apart is None else apart(combined)
+        dispatched, grouping, apart = _joined(dispatched, grouping, rows)
+        combined = apart(compute(dispatched, (*held, many), gates, grouping))
     combined = inside.leave(combined, "combined") if crosses else combined
     values = reshape(combined if back is None else back(combined), x.shape, "out")
     return Mixture(values, loss, balance, z, dropped, load)
+
+
+def _joined(x: Tensor, grouping: Grouping | None, rows: ExpertRows | None) -> tuple[Tensor, Grouping | None, Back]:
+    """Rows x of all senders sorted by expert, their grouping, and the inverse of the sorting."""
+    if grouping is None or rows is None or rows.fixed:
+        return x, grouping, lambda y: y
+    joined, sizes, apart = regrouped(x, grouping.sizes, rows)
+    return joined, replace(grouping, rows=joined.shape[-2], sizes=sizes, draws=rows.count("drawn")), apart
 
 
 class _Names:
