@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 
 from hardware.checks import wholes
 from hardware.detours import link_between, ring_around
@@ -74,7 +75,13 @@ def read_damage(text: str) -> Damage:
             links.append((_coordinates(match[1]), _coordinates(match[2])))
         else:
             chips.append(_coordinates(match[1]))
-    return Damage(tuple(chips), tuple(links))
+    return _distinct(chips, links)
+
+
+def _distinct(chips: Iterable[Coordinates], links: Iterable[Link]) -> Damage:
+    """Damage with each failed part once, in order."""
+    ends = {(min(link), max(link)) for link in links}
+    return Damage(tuple(sorted({*chips})), tuple(sorted(ends)))
 
 
 def damage_of(chips: Sequence[int] | Iterable[Sequence[int]], links: Iterable[Sequence[Sequence[int]]]) -> Damage:
@@ -83,11 +90,11 @@ def damage_of(chips: Sequence[int] | Iterable[Sequence[int]], links: Iterable[Se
     Raises: HardwareError for anything else.
     Example:
       >>> str(damage_of((3, 5), [])), str(damage_of([(3, 5), (0, 0)], [((0, 0), (0, 1))]))
-      ('3x5', '3x5,0x0,0x0-0x1')
+      ('3x5', '0x0,3x5,0x0-0x1')
     """
     try:
         given, pairs = list(chips), list(links)
-        if given and all(isinstance(part, int) for part in given):
+        if given and all(isinstance(part, Integral) for part in given):
             given = [given]
         places = [wholes("coordinates of a failed chip", place) for place in given]
         ends = [(wholes("ends of a failed link", a), wholes("ends of a failed link", b)) for a, b in pairs]
@@ -96,7 +103,7 @@ def damage_of(chips: Sequence[int] | Iterable[Sequence[int]], links: Iterable[Se
             "failed chips are coordinates such as (3, 5), or a list of them; failed links are pairs such as "
             f"[((0, 0), (0, 1))]; got {chips!r:.60} and {links!r:.60}"
         ) from None
-    return Damage(tuple(places), tuple(ends))
+    return _distinct(places, ends)
 
 
 @lru_cache(maxsize=128)

@@ -78,12 +78,10 @@ def all_reduce_over(slices: Slice | str, payload_bytes: float, chunks: int | Non
       >>> f"{whole.seconds * 1e3:.0f} ms, {cut.seconds * 1e3:.0f} ms in {cut.chunks} chunks"
       '59 ms, 44 ms in 2 chunks'
     """
-    slice_ = as_slice(slices)
+    slice_ = _several(slices)
     amount("payload_bytes", payload_bytes)
     if chunks is not None:
         whole("chunks", chunks, low=1)
-    if slice_.slices < 2:
-        raise HardwareError(f"{slice_.name} is one slice; name several, such as 2*{slice_.name}")
     inside = slice_.devices // slice_.slices
     rest = tuple(PlacementFactor(place, size, 1) for place, size in places(slice_) if place != DCN and size > 1)
     placement = Placement(slice_, (("slices", (PlacementFactor(DCN, slice_.slices, 1),)), ("inside", rest)))
@@ -104,11 +102,18 @@ def one_ring_seconds(slices: Slice | str, payload_bytes: float) -> float:
       >>> round(one_ring_seconds("2*v5e-256", 4e9) / levels)
       115
     """
-    slice_ = as_slice(slices)
+    slice_ = _several(slices)
     amount("payload_bytes", payload_bytes)
     n, chip = slice_.devices, slice_.chip
     rate = chip.dcn_bytes_per_second * chip.dcn_efficiency / chip.devices_per_chip
     return 2 * (n - 1) * (payload_bytes / n / rate + chip.dcn_hop_seconds)
+
+
+def _several(slices: Slice | str) -> Slice:
+    slice_ = as_slice(slices)
+    if slice_.slices < 2:
+        raise HardwareError(f"{slice_.name} is one slice; name several, such as 2*{slice_.name}")
+    return slice_
 
 
 def host_bytes_per_second(slices: Slice | str) -> float:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hardware import collectives
-from hardware.checks import whole
+from hardware.checks import amount, whole
 from hardware.errors import HardwareError
 from hardware.events import Links, Message, MessagePlan
 from hardware.ring_plans import CollectivePlan, check_data, check_torus
@@ -68,12 +68,14 @@ def ring_around(
 def all_reduce_seconds(payload_bytes: float, nodes: int, links: Links) -> float:
     """Seconds of an all_reduce on one ring of `nodes` nodes, half of the data each way.
 
+    Raises: HardwareError for negative or non-finite bytes, or no node.
     Example:
       >>> full = collectives.all_reduce_seconds(1e8, [(16, True), (16, True)], Links(45e9))
       >>> f"{all_reduce_seconds(1e8, 252, Links(45e9)) / full:.1f}"  # one ring uses two of a chip's four links
       '2.4'
     """
-    return 2 * collectives.ring_stage_seconds(payload_bytes / nodes, (nodes, True), links, "halves")
+    own_bytes = amount("payload_bytes", payload_bytes) / whole("nodes", nodes, low=1)
+    return 2 * collectives.ring_stage_seconds(own_bytes, (nodes, True), links, "halves")
 
 
 def all_reduce(

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hardware.checks import amount
+from hardware.checks import amount, whole
 from hardware.errors import HardwareError
 from hardware.torus import Torus
 
@@ -50,7 +50,8 @@ class Links:
 
     def seconds(self, size_bytes: float, hops: int = 1) -> float:
         """Time of one message over `hops` links, store and forward."""
-        return hops * (self.hop_seconds + size_bytes / self.bytes_per_second)
+        size = amount("size_bytes", size_bytes)
+        return whole("hops", hops) * (self.hop_seconds + size / self.bytes_per_second)
 
 
 def check_links(links: object) -> None:

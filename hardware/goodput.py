@@ -23,6 +23,8 @@ import math
 from hardware.checks import amount, whole
 from hardware.errors import HardwareError
 
+MOST_SPARES = 1_000_000
+
 
 def segment_seconds(
     work_seconds: float, checkpoint_seconds: float, restart_seconds: float, mean_time_between_failures: float
@@ -38,12 +40,16 @@ def segment_seconds(
     """
     mean = amount("mean_time_between_failures", mean_time_between_failures, positive=True)
     attempt = amount("work_seconds", work_seconds) + amount("checkpoint_seconds", checkpoint_seconds)
+    restart = amount("restart_seconds", restart_seconds)
     try:
-        return mean * math.exp(amount("restart_seconds", restart_seconds) / mean) * math.expm1(attempt / mean)
+        seconds = mean * math.exp(restart / mean) * math.expm1(attempt / mean)
     except OverflowError:
+        seconds = math.inf
+    if not math.isfinite(seconds):
         raise HardwareError(
             f"failures every {mean:g} s let no segment of {attempt:g} s end; make checkpoints more often"
-        ) from None
+        )
+    return seconds
 
 
 def best_segment_seconds(checkpoint_seconds: float, mean_time_between_failures: float) -> float:
@@ -54,10 +60,13 @@ def best_segment_seconds(checkpoint_seconds: float, mean_time_between_failures: 
       >>> round(best_segment_seconds(60, 86400)), round(young_seconds(60, 86400))
       (3180, 3220)
 
-    Source: module docstring; the root by bisection.
+    Source: module docstring; the root by bisection, a small one by its series.
     """
     checkpoint = amount("checkpoint_seconds", checkpoint_seconds, positive=True)
     mean = amount("mean_time_between_failures", mean_time_between_failures, positive=True)
+    young = math.sqrt(2 * checkpoint) / math.sqrt(mean)
+    if young < 1e-3:  # where the logarithm cancels, the first terms of the series
+        return mean * young * (1 - young / 3 + young**2 / 36)
     low, high = 0.0, 1.0  # t / M
     for _ in range(50):
         middle = (low + high) / 2
@@ -88,10 +97,13 @@ def waiting_share(spares: int, repair_seconds: float, mean_time_between_failures
 
     Source: module docstring.
     """
-    load = amount("repair_seconds", repair_seconds) / amount(
-        "mean_time_between_failures", mean_time_between_failures, True
-    )
-    share = 1.0
-    for servers in range(1, whole("spares", spares) + 2):  # Erlang's recursion over servers
-        share = load * share / (servers + load * share)
-    return share
+    repair = amount("repair_seconds", repair_seconds)
+    mean = amount("mean_time_between_failures", mean_time_between_failures, positive=True)
+    if whole("spares", spares) > MOST_SPARES:
+        raise HardwareError(f"spares must be at most {MOST_SPARES:,}, not {spares:,}")
+    if not repair / mean:
+        return 0.0
+    inverse = 1.0
+    for servers in range(1, spares + 2):  # Erlang's recursion over servers
+        inverse = 1 + inverse * servers / (repair / mean)
+    return 1 / inverse

@@ -89,6 +89,7 @@ class Slice:
                 f"leaves {self.slices - 1}: .without(slices=1)"
             )
         rest = remains(self.torus, damage)
+        object.__setattr__(self, "name", f"{self.name.partition(_WITHOUT)[0]}{_WITHOUT}{damage}")
         object.__setattr__(self, "torus_shape", rest.shape)
         object.__setattr__(self, "wrap", rest.wrap)
         object.__setattr__(self, "twisted", self.twisted and rest.ring is None)

@@ -97,6 +97,12 @@ def test_a_name_is_the_slice(name):
     assert slice_.usd_per_hour == Slice(whole).usd_per_hour  # what failed is paid all the same
 
 
+def test_damage_is_the_same_in_any_order_and_however_often_it_is_named():
+    slice_ = Slice("v5e-256 without 1x1,3x5,0x0-0x1")
+    assert slice_ == Slice("v5e-256 without 3x5,0x1-0x0,1x1,3x5")
+    assert slice_ == Slice("v5e-256").without([(3, 5), (1, 1)], [((0, 1), (0, 0))]) == slice_.without(np.array((3, 5)))
+
+
 def test_programs_run_on_what_is_left():
     batch, wide, out = (mtf.Dimension(name, size) for name, size in (("batch", 60 * 64), ("wide", 4096), ("out", 4096)))
 

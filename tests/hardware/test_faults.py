@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from decimal import Decimal, localcontext
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardware import HardwareError, Links, Slice, Torus, collectives, detours, ring_plans
+from hardware.dcn import one_ring_seconds
 from hardware.faults import offered_share, slices_left
 from hardware.goodput import best_segment_seconds, segment_seconds, waiting_share, young_seconds
 from tests.effort import draws
@@ -176,6 +178,20 @@ def test_the_best_segment_is_a_minimum_and_young_comes_near(share, mean):
         assert best == pytest.approx(young_seconds(checkpoint, mean), rel=0.03)
 
 
+@pytest.mark.parametrize("share", [1e-2, 6e-7, 4e-7, 1e-9, 1e-20, 1e-40])
+def test_the_best_segment_solves_its_equation_to_twelve_digits(share):
+    with localcontext() as context:
+        context.prec = 80
+        t, scale = Decimal(best_segment_seconds(share, 1.0)), Decimal(share)
+        error = ((1 - t).ln() + t + scale) * (1 - t) / t**2  # of a step of Newton's, relative
+    assert abs(error) < 1e-11
+
+
+def test_absurd_loads_wait_always_or_never():
+    assert waiting_share(5, 1e300, 1e-300) == 1.0
+    assert waiting_share(5, 1e-300, 1e300) == 0.0
+
+
 @pytest.mark.parametrize(("spares", "repair"), [(0, 0.5), (1, 0.5), (2, 1.5)])
 def test_waiting_for_repair_one_by_one(spares, repair):
     rng, now, waited, repairs = random.Random(2), 0.0, 0.0, []
@@ -202,7 +218,13 @@ def test_waiting_for_repair_one_by_one(spares, repair):
         (lambda: detours.all_reduce(Torus((4,)), [0, 0], [np.ones(1)] * 4), "two or more nodes, each once"),
         (lambda: segment_seconds(1, 1, 1, 0), "mean_time_between_failures must be a finite number > 0, not 0"),
         (lambda: segment_seconds(1e6, 0, 0, 1), "failures every 1 s let no segment of 1e+06 s end"),
+        (lambda: segment_seconds(1e308, 1e308, 0, 1), "failures every 1 s let no segment of inf s end"),
         (lambda: waiting_share(-1, 1, 1), "spares must be an integer >= 0, not -1"),
+        (lambda: waiting_share(10**12, 1, 1), "spares must be at most 1,000,000, not 1,000,000,000,000"),
+        (lambda: detours.all_reduce_seconds(1e8, 0, Links(1e9)), "nodes must be an integer >= 1, not 0"),
+        (lambda: detours.all_reduce_seconds(-1, 4, Links(1e9)), "payload_bytes must be a finite number >= 0, not -1"),
+        (lambda: Links(1e9).seconds(-1), "size_bytes must be a finite number >= 0, not -1"),
+        (lambda: one_ring_seconds("v5e-256", 1e9), "v5e-256 is one slice; name several, such as 2*v5e-256"),
     ],
 )  # fmt: skip
 def test_bad_input(call, part):
