@@ -26,7 +26,7 @@ from hardware.events import Links, Traffic
 from hardware.ring_plans import CollectivePlan
 from hardware.torus import Torus
 
-FRAMES = 24
+FRAMES, MOST_FRAMES = 24, 10_000
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,8 @@ def film_of(collective: CollectivePlan, links: Links, frames: int = FRAMES) -> F
       1 to 2 s of 2 s
       * > * > * >
     """
-    whole("frames", frames, low=1)
+    if whole("frames", frames, low=1) > MOST_FRAMES:
+        raise HardwareError(f"frames must be at most {MOST_FRAMES:,}, not {frames:,}")
     if not isinstance(collective, CollectivePlan):
         raise HardwareError(f"a film is made of a collective, such as ring_plans.all_reduce, not {collective!r:.80}")
     traffic = collective.run(links, record=True)

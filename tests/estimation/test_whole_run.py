@@ -187,8 +187,10 @@ MEAN = {"mean_time_between_failures": 9, "checkpoint_every": 50}
         ({**MEAN, "restart_seconds": -1}, "restart_seconds must be 0 or more"),
         ({**MEAN, "repair_seconds": 1, "spare_slices": -1}, "spare_slices must be at least 0"),
         ({**MEAN, "mean_time_between_failures": 1e-9}, "let no segment of"),
+        ({**MEAN, "repair_seconds": 1e30, "spare_slices": 3}, "always waits for repair of more than 3 slices"),
+        ({**MEAN, "repair_seconds": 1, "spare_slices": 10**9}, "spares must be at most 1,000,000"),
     ],
-    ids=["alone", "mean", "checkpoints", "spares", "restart", "negative spares", "never ends"],
+    ids=["alone", "mean", "checkpoints", "spares", "restart", "negative spares", "never ends", "waits", "many spares"],
 )  # fmt: skip
 def test_arguments_about_failures(options: dict[str, float], part: str) -> None:
     with pytest.raises(mtf.GraphError, match=part):

@@ -108,6 +108,7 @@ def reduce(nodes):
     [
         (lambda: film_of("all_reduce", Links(1.0)), "a film is made of a collective"),
         (lambda: film_of(reduce(2), Links(1.0), 0), "frames must be an integer"),
+        (lambda: film_of(reduce(2), Links(1.0), 10**9), "frames must be at most 10,000, not 1,000,000,000"),
         (lambda: film_of(reduce(1), Links(1.0)), "the collective sends nothing"),
         (lambda: Film((FilmFrame(Torus((2,))),)).save("film.mp4"), "a film is saved as .gif, .png or .svg, not 'film"),
         (lambda: Film(()).save("film.png"), "a film without frames"),

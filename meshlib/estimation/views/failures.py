@@ -75,13 +75,21 @@ class Faults:
 
         Args:
           work_seconds: duration of the run without failures and checkpoints.
-        Raises: GraphError where no segment between checkpoints would ever end.
+        Raises: GraphError where no segment between checkpoints would ever end, or the run would always wait.
         """
         interval = ceil(steps / max(1, checkpoints))
         best = self.best_every(steps, work_seconds, checkpoint_seconds) if checkpoint_seconds else None
         running = self._seconds(steps, work_seconds, interval, checkpoint_seconds)
-        repeated = running - work_seconds - max(1, checkpoints) * checkpoint_seconds
-        share = waiting_share(self.spare_slices, self.repair_seconds, self.mean_seconds)
+        repeated = max(0.0, running - work_seconds - max(1, checkpoints) * checkpoint_seconds)
+        try:
+            share = waiting_share(self.spare_slices, self.repair_seconds, self.mean_seconds)
+        except HardwareError as fault:
+            raise GraphError(f"{at(WHAT)}: {fault}") from None
+        if share == 1:
+            raise GraphError(
+                f"{at(WHAT)}: with repair_seconds {self.repair_seconds:g} and failures every {self.mean_seconds:g} s "
+                f"the run always waits for repair of more than {self.spare_slices} slices; give more spare_slices"
+            )
         waiting = running * share / (1 - share)
         return Failures(running / self.mean_seconds, repeated, waiting, interval, best, self.spare_slices)
 

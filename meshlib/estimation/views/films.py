@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from hardware.films import Film, FilmFrame, axis_loads, ring_loads
+from hardware.films import MOST_FRAMES, Film, FilmFrame, axis_loads, ring_loads
 from hardware.placement import places
-from meshlib.core.arguments import whole
+from meshlib.core.arguments import at, whole
+from meshlib.core.errors import GraphError
 from meshlib.core.text import seconds_text
 from meshlib.estimation.result import engine_name
 from meshlib.estimation.views.trace import trace_events
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 def step_film(est: Estimate, frames: int) -> Film:
     """`Estimate.film`."""
     count, torus, ring = whole(frames, "Estimate.film", "frames", 1), est.slice.torus, est.slice.ring
+    if count > MOST_FRAMES:
+        raise GraphError(f"{at('Estimate.film')}: frames must be at most {MOST_FRAMES:,}, got {count:,}")
     if ring:  # draw the chips at their physical coordinates
         torus = est.slice.single.torus
     failed = frozenset(torus.node(place) for place in est.slice.failed)
