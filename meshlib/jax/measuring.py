@@ -63,8 +63,9 @@ def measure_chip(devices: Sequence[Any] | None = None, name: str = "measured") -
     nothing = timer.seconds(lambda x: x + 1, (8,), jnp.float32)
     product = timer.seconds(lambda x: _products(x, 8), (n, n), dtype, nothing) / 8
     long = 1 << (19 if platform == "cpu" else 26)
-    copied = timer.seconds(lambda x: x + 1, (long,), jnp.float32, nothing)
-    vector = timer.seconds(lambda x: _steps(x, 64), (1 << 14,), jnp.float32, nothing)
+    copied = timer.seconds(lambda x: lax.fori_loop(0, 16, lambda _, y: y + 1, x), (long,), jnp.float32, nothing) / 16
+    elements, times = (1 << 14, 64) if platform == "cpu" else (1 << 24, 512)
+    vector = timer.seconds(lambda x: _steps(x, times), (elements,), jnp.float32, nothing)
     launch = timer.seconds(lambda x: _chain(x, 64), (8, 8), jnp.float32, nothing) / 64
     links, link, hop = 0, 0.0, 1e-6
     if count > 1:
@@ -80,7 +81,7 @@ def measure_chip(devices: Sequence[Any] | None = None, name: str = "measured") -
         name=name,
         cores_per_chip=1,
         devices_per_chip=1,
-        clock_hz=(1 << 14) * 64 * 2 / vector / alus,
+        clock_hz=elements * times * 2 / vector / alus,
         mxus_per_core=1,
         mxu_rows=_TILE,
         mxu_columns=_TILE,
@@ -131,8 +132,9 @@ class _Timer:
         )
         sharding = jax.sharding.NamedSharding(self.mesh, spec)
         whole = (self.mesh.size, *shape)
+        numbers = np.random.default_rng(0).standard_normal(4099) / shape[-1]  # units take less power for constants
         x = jax.make_array_from_callback(
-            whole, sharding, lambda index: np.full((1, *shape), 0.5 / shape[-1], jnp.dtype(dtype))
+            whole, sharding, lambda index: np.resize(numbers, (1, *shape)).astype(jnp.dtype(dtype))
         )
         jax.block_until_ready(mapped(x))
         taken = []
@@ -157,4 +159,7 @@ def _steps(x: Any, times: int) -> Any:
 
 def _chain(x: Any, times: int) -> Any:
     """A chain of small products, which measures launch overhead."""
-    return lax.fori_loop(0, times, lambda _, y: jnp.matmul(y, x), x)
+    y = x
+    for _ in range(times):
+        y = jnp.matmul(y, x)
+    return y

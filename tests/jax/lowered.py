@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from math import prod
@@ -33,11 +34,22 @@ def in_text(step: Step) -> Counter[Found]:
         kind = KINDS[op.name]
         groups: frozenset[frozenset[int]] = frozenset()
         if kind != "collective_permute":
-            table = np.asarray(op.attributes["replica_groups"])
-            groups = frozenset(frozenset(map(int, row)) for row in table)
+            groups = frozenset(frozenset(map(int, row)) for row in _groups(op.attributes["replica_groups"], step))
         for x in op.operands:
             found[kind, groups, _bytes(x.type)] += times
     return found
+
+
+def _groups(attribute: Any, step: Step) -> Any:
+    """Replica groups: [group, device]; JAX 0.11 writes them as axes of a mesh."""
+    text = str(attribute)
+    if "mesh_axes" not in text:
+        return np.asarray(attribute)
+    assert "sub_axis" not in text
+    sizes, names = step.program.mesh.sizes, [*step.program.mesh.axes]
+    axes = [names.index(name) for name in re.findall(r'axis_ref<name = "(\w+)">', text)]
+    devices = np.moveaxis(np.arange(step.program.mesh.size).reshape(sizes), axes, range(-len(axes), 0))
+    return devices.reshape(-1, prod(sizes[n] for n in axes))
 
 
 def _walk(op: Any, functions: dict[str, Any], times: int) -> Iterator[tuple[Any, int]]:

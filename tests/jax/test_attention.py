@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -40,6 +42,23 @@ def test_both_ways_equal_the_simulator(
     else:  # the function that calls cuDNN on a GPU, in JAX's own implementation for everybody
         monkeypatch.setattr(attention, "implementation", lambda kernel: "xla")
     assert_as_simulated(program(causal, window))
+
+
+@pytest.mark.parametrize(("causal", "kernel"), [(True, "cudnn"), (False, None)])
+def test_what_cudnn_refuses_runs_in_blocks(causal: bool, kernel: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(q: jax.Array, *_: jax.Array, local_window_size: tuple[int, int], **__: object) -> jax.Array:
+        if local_window_size[1]:
+            raise ValueError("cuDNN doesn't support right window")
+        return q
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+    q, k = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((2, 3, 12, 8), (2, 12, 8)))
+    part = SimpleNamespace(attrs={"causal": causal, "window": 4, "scale": 1.0}, runs=(0, 0))
+    given = SimpleNamespace(
+        part=part, first_query=0, first_key=0, queries=12, keys=12, mask=None, q=q, k=k, v=k,
+        context=SimpleNamespace(platform="gpu"),
+    )  # fmt: skip
+    assert fused_attention.implementation(given) == kernel
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,9 @@ def _in_arrays(fn: Callable[..., Any], own: Sequence[str], args: Sequence[Any]) 
     odd = next((x for x in held if getattr(x.dtype, "kind", "V") in "OSUMm"), None)
     if odd is not None:
         raise GraphError(f"{at(WHAT)}: an argument is an array of {odd.dtype} {list(odd.shape)}; give numbers or flags")
-    specs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held)
+    specs = tuple(
+        jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)) for x in held
+    )
     names = [
         "/".join((name, *words(path)))
         for name, arg in zip(own, args, strict=True)

@@ -137,3 +137,11 @@ def prune(code: Code, wanted: Iterable[Var] | None = None) -> set[Var]:
         for x in {*step.ins}:
             x.users.append(step)
     return needed
+
+
+def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many constants and how many carries a `scan` equation has: JAX 0.11 keeps them as a structure."""
+    if "ft_in" in params:
+        consts, carries, _ = params["ft_in"].unpack()
+        return len(consts), len(carries)
+    return int(params["num_consts"]), int(params["num_carry"])

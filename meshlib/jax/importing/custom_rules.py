@@ -23,12 +23,13 @@ from meshlib.core.source_lines import shown_file
 DECORATORS = ("custom_jvp_call", "custom_vjp_call")
 _JAX = os.path.dirname(jax.__file__) + os.sep
 _EXPERIMENTAL = os.path.join(_JAX, "experimental", "")  # such as odeint, whose rule solves another equation
-_FORWARD = ("call_jaxpr", "fun_jaxpr")
+_FORWARD = ("call_jaxpr", "fun_jaxpr", "traced")
 # JAX's functions whose rule is the derivative of their forward everywhere.
 _DERIVATIVES = ("relu", "_softmax")
 # Calls that define their transpose, `jax.custom_derivatives.linear_call` and `lax.custom_linear_solve`, and those that
 # JAX differentiates by a formula, because the loop over columns that implements them here would save every trip.
 _ALWAYS = ("linear_call", "custom_linear_solve", "cholesky", "triangular_solve", "lu")
+HIGH_LEVEL = "call_hi_primitive"  # a call that JAX 0.11 keeps as an object with its rules, until it is compiled
 
 
 def has_own_rule(eqn: Any) -> bool:
@@ -36,9 +37,15 @@ def has_own_rule(eqn: Any) -> bool:
     name = eqn.primitive.name
     if name in _ALWAYS:
         return True
-    if name.removesuffix("_jaxpr") not in DECORATORS:
+    params = eqn.params
+    if name == HIGH_LEVEL:
+        call = params["_prim"]
+        if "traced" not in call.params:  # no function with a rule: one of JAX's, or a class of the user's
+            return not type(call).__module__.startswith("jax.")
+        params = call.params
+    elif name.removesuffix("_jaxpr") not in DECORATORS:
         return False
-    rule = [value for key, value in eqn.params.items() if key not in _FORWARD]
+    rule = [value for key, value in params.items() if key not in _FORWARD]
     if any(not _of_jax(f.__code__.co_filename) for f in _functions(rule)):
         return True
     return named(eqn).partition(" ")[0] not in _DERIVATIVES
@@ -84,7 +91,8 @@ def _filled(cell: Any) -> bool:
 
 def named(eqn: Any) -> str:
     """Name and line of the function that a rule belongs to."""
-    inner = next((eqn.params[name] for name in _FORWARD if name in eqn.params), None)
+    params = eqn.params["_prim"].params if eqn.primitive.name == HIGH_LEVEL else eqn.params
+    inner = next((params[name] for name in _FORWARD if name in params), None)
     info = getattr(getattr(inner, "jaxpr", inner), "debug_info", None)
     name, _, place = str(getattr(info, "func_src_info", None) or eqn.primitive.name).partition(" at ")
     file, _, line = place.rpartition(":")

@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from meshlib.jax.importing.code import CodeStep, Var
+from meshlib.jax.importing.code import CodeStep, Var, scan_sizes
 from meshlib.jax.importing.trips import elements_of
 
 AGAIN = (
@@ -61,7 +61,8 @@ class Keyed:
     def identify(self, eqn: Any, own: Sequence[Var], given: Sequence[Var]) -> None:
         """Identify the slices and counters among a scan body's arguments `own`; the scan's operands are `given`."""
         p, jaxpr = eqn.params, eqn.params["jaxpr"].jaxpr
-        carries, inside = int(p["num_carry"]), jaxpr.invars[p["num_consts"] :]
+        consts, carries = scan_sizes(p)
+        inside = jaxpr.invars[consts:]
         for x, stack in zip(own[carries:], given[carries:], strict=True):
             whole = self.identity(stack)
             self.identities[x] = whole[1] if isinstance(whole, tuple) and whole[0] == "stack" else ("slice", whole)

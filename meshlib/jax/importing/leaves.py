@@ -72,7 +72,7 @@ def parts_of_array(x: Any) -> list[tuple[str, Any]]:
     kind = "float64" if str(x.dtype) == "complex128" else "float32"
     array = concrete(x)
     if array is None:
-        return [(part, jax.ShapeDtypeStruct(x.shape, kind)) for part in COMPLEX]
+        return [(part, jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(kind))) for part in COMPLEX]
     return [(part, np.ascontiguousarray(half)) for part, half in zip(COMPLEX, (array.real, array.imag), strict=True)]
 
 

@@ -10,11 +10,12 @@ import jax
 import numpy as np
 
 from meshlib.jax.importing.axes import Axes
-from meshlib.jax.importing.code import Array, Code, CodeStep, SourcePlace, Var, numpy_type
+from meshlib.jax.importing.code import Array, Code, CodeStep, SourcePlace, Var, numpy_type, scan_sizes
 from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.control import policy_of
 from meshlib.jax.importing.custom_rules import has_own_rule, named
 from meshlib.jax.importing.draws import DRAWS, OPERANDS
+from meshlib.jax.importing.expansions import expanded
 from meshlib.jax.importing.integers import as_signed
 from meshlib.jax.importing.kernels import KINDS, Kernels, kernel_name, traced_kernel, without_kernel
 from meshlib.jax.importing.keyed import AGAIN, Keyed, Level
@@ -130,6 +131,8 @@ class Tracing:
             name = f"jit:{params.get('name', '')}"
             if not self._is_known(name, inner, len(ins)):
                 return self.inline(inner, ins, place, inherit=author_of(inner) != "user")
+        if (written := expanded(eqn, self.axis_env)) is not None:
+            return self.inline(written, ins, place, inherit=True)
         if name in _CHECKPOINTS:
             return self._checkpoint(eqn, ins, place)
         if name == "scan":
@@ -302,7 +305,7 @@ class Tracing:
         )
 
     def _scan(self, eqn: Any, ins: list[Value], place: SourcePlace) -> list[Value]:
-        consts, closed, carries = eqn.params["num_consts"], eqn.params["jaxpr"], eqn.params["num_carry"]
+        (consts, carries), closed = scan_sizes(eqn.params), eqn.params["jaxpr"]
         avals = [v.aval for v in closed.jaxpr.invars[consts:]]
         of_keys = [isinstance(x, Var) and x.key for x in ins[consts:]]
         parts = [[self.var(part, of_keys=key) for part in parts_of([a])] for a, key in zip(avals, of_keys, strict=True)]

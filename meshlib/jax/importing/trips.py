@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from meshlib.jax.importing.code import CodeStep, Var, numpy_type
+from meshlib.jax.importing.code import CodeStep, Var, numpy_type, scan_sizes
 from meshlib.jax.importing.table import RULES
 
 _MOST = 1 << 14  # trips that are evaluated
@@ -49,7 +49,7 @@ def count_trips(eqn: Any, ins: Sequence[Var], own: Sequence[Var], loop: int) -> 
     `own` are the body's arguments after its constants. Done only where a nested `while` may need it.
     """
     p = eqn.params
-    closed, consts, carries, length = p["jaxpr"], int(p["num_consts"]), int(p["num_carry"]), int(p["length"])
+    closed, (consts, carries), length = p["jaxpr"], scan_sizes(p), int(p["length"])
     if not 0 < length <= _MOST or "while" not in {e.primitive.name for e in _walk(closed.jaxpr)}:
         return
     _set_slices(own[carries:], ins[consts + carries :], loop, -1 if p["reverse"] else 1)

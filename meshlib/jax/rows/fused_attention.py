@@ -31,10 +31,20 @@ def implementation(kernel: JaxAttention) -> str | None:
     size = kernel.q.shape[-1]
     narrow = kernel.q.dtype == jnp.bfloat16
     if kernel.context.platform == "gpu" and narrow:
-        return "cudnn" if size == kernel.v.shape[-1] and size % 8 == 0 and size <= LANES else None
+        return "cudnn" if size == kernel.v.shape[-1] and size % 8 == 0 and size <= LANES and _accepted(kernel) else None
     if (kernel.context.platform == "tpu" and narrow) or INTERPRETED:
         return "splash" if kernel.queries % LANES == 0 and kernel.keys % LANES == 0 else None
     return None
+
+
+def _accepted(kernel: JaxAttention) -> bool:
+    """Whether JAX takes this attention to cuDNN: not with a window to both sides, nor on GPUs before Ampere."""
+    shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (kernel.q, kernel.k, kernel.v))
+    try:
+        jax.eval_shape(_function(kernel, "cudnn"), *shapes)
+    except (ValueError, NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def fused(kernel: JaxAttention, name: str) -> Array:

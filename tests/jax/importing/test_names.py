@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import meshlib as mtf
@@ -232,7 +233,7 @@ def test_a_run_of_a_dim_lies_as_its_length_allows():
 
 
 def test_constraints_are_listed_and_bind_if_asked():
-    mesh = jax.sharding.AbstractMesh((2, 2), ("data", "model"))
+    mesh = jax.sharding.AbstractMesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
     def loss(params, x):
         def layer(x, w):

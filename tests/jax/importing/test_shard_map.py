@@ -111,7 +111,7 @@ def test_an_ambient_mesh_needs_no_devices_and_its_axes_are_constraints() -> None
     def loss(w, x):
         return (jax.shard_map(lambda x, w: lax.psum(x @ w, "b"), in_specs=ROWS, out_specs=P("a"))(x, w) ** 2).sum()
 
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2, 2), ("a", "b"))):
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)):
         graph = mtf.from_jax(loss, W, X, names=NAMES, constraints=True)
     assert [str(c.rules) for c in graph.constraints] == ["n:a;k:b", "k:b"]
     program = mtf.lower(graph.outputs, mesh="a:2;b:2")

@@ -127,6 +127,7 @@ def _digamma(x: Any) -> Any:
 _CURVES: dict[str, Function] = {
     "atan": _atan, "atan2": _atan2, "asin": _asin, "acos": _acos, "asinh": _asinh, "acosh": _acosh, "atanh": _atanh,
     "erfc": _erfc, "erf_inv": _erf_inv, "lgamma": _lgamma, "digamma": _digamma,
+    "log2": lambda x: lax.log(x) / math.log(2),
 }  # fmt: skip
 
 
@@ -141,5 +142,11 @@ def _widened(function: Function) -> Function:
     return run
 
 
+def _wide_product(dtype: Any) -> Function | None:
+    """A product whose operands are cast to its dtype first, which JAX 0.11 can write as one primitive."""
+    return None if dtype is None else lambda x, y: x.astype(dtype) * y.astype(dtype)
+
+
 for _name in _CURVES:
     rewrite(_name, lambda step: _widened(_CURVES[step.kind]))
+rewrite("mul", lambda step: _wide_product(step.params.get("out_dtype")))
