@@ -14,7 +14,7 @@ from meshlib.layers.expert_rows import SENT, ExpertRows
 from meshlib.ops.movement.indexing import gather, scatter_add
 from meshlib.ops.movement.indexing import range as positions
 from meshlib.ops.movement.ranking import argsort
-from meshlib.ops.movement.shape import rename_dimension, reshape
+from meshlib.ops.movement.shape import reshape
 from meshlib.ops.pointwise.binary import greater_equal
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.cumulative import cumsum
@@ -35,13 +35,12 @@ def regrouped(x: Tensor, sizes: Tensor, rows: ExpertRows) -> tuple[Tensor, Tenso
     parts = ("group_blocks", "cut_blocks") if rows.batch_name else ("cut_blocks",)
     lead, runs = outer[: -len(parts)], outer[-len(parts) :]
     lead += [rows.dim(d.name, part) for d, part in zip(runs, parts, strict=True)]
-    sent = rows.dim(SENT, "regrouped")
+    sent, slots = (rows.dim(name, "regrouped") for name in (SENT, places.name))
     with x.graph:
         row = positions(places)
     is_later = greater_equal(row, cumsum(sizes, members))
     expert = reduce_sum(cast(is_later, "int32"), output_shape=[*outer, places])
-    order = argsort(reshape(expert, [*lead, sent]), sent)
-    order = rename_dimension(order, sent.name, places.name)
+    order = argsort(reshape(expert, [*lead, slots]), slots)
     together = reshape(x, [*lead, sent, features])
     by_sender = reshape(sizes, [*lead, rows.dim("senders", "senders"), members])
 
