@@ -2,8 +2,9 @@
 
     python tests/benchmarks/choices.py --before CHECKOUT [--sets minima,pairs,presets] [--pairs 190]
 
-Programs: those of `tests/minima`, random ones of `tests/lowering_pairs`, and training steps of presets under the usual
-layouts. Printed: every program whose bytes or cost differ, then a summary. Each checkout runs in a process of its own.
+Programs: those of `tests/lowering/minima`, random ones of `tests/lowering/pairs.py`, and training steps of presets
+under the usual layouts. Printed: every program whose bytes or cost differ, then a summary. Each checkout runs in a
+process of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The library's programs against the least that `tests/lowering_optimum` finds, over random programs and layouts.
+"""The library's programs against the least that `tests/lowering/optimum` finds, over random programs and layouts.
 
     python tests/benchmarks/optimum.py [pairs] [--seed 0] [--workers 1] [--family chain]
 

@@ -2,8 +2,7 @@
 
 Random words are Threefry's on both sides: the key is of seed and name, with step and trips folded in, and the counter
 is the global position of an element. Uniform numbers in [0, 1), and so dropout masks, agree with the simulator to the
-last bit. For other bounds and for normal numbers the simulator computes in float64, this module in float32, within the
-tolerances of `tests/jax/test_random.py`.
+last bit. For other bounds and for normal numbers the simulator computes in float64, this module in float32.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def stream_of(operation: Operation) -> str:
 def drawn_from(
     shape: object, law: tuple[str, float, float], dtype: object, name: str | None, what: str, stream: str | None = None
 ) -> Tensor:
-    """Random numbers of a law, of a stream of their own unless one is given."""
+    """Random numbers from a distribution, in a stream of their own unless one is given."""
     drawn = as_dtype(dtype)
     if not drawn.is_wide_float:
         raise ShapeError(f"{at(what)}: needs a float dtype to compute in, got {drawn.name}; cast the result")
