@@ -100,8 +100,8 @@ class Kernel:
         work = (self.matmuls, self.padded_vpu_ops, self.narrow_vpu_ops, self.padded_bytes)
         narrow = self.quantised_bytes, self.spared_bytes
         here = self.at_hand_bytes, self.at_hand, self.row_bytes, self.sweeps, self.read_bytes
-        kept = self.kept, self.resident, self.again
-        return (*work, self.free, *kept, self.attention, *narrow, *here, self.row_registers, self.passes)
+        reuse = self.kept, self.resident, self.again
+        return (*work, self.free, *reuse, self.attention, *narrow, *here, self.row_registers, self.passes)
 
     @cached_property
     def operand_bytes(self) -> float:
