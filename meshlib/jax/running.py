@@ -77,13 +77,12 @@ def on_jax(
       6.0
     """
     require_program(program, "on_jax")
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise GraphError(f"on_jax: seed must be an integer, got {seed!r}")
+    seed = whole_number(seed, "on_jax", "seed")
     slice_ = None if slice is None else slice_for("on_jax", program.mesh, slice)
     checked = flag(checked, "on_jax", "checked")
     if executable is not None and checked:
         raise GraphError(f"{at('on_jax')}: a compiled step does not look for NaN and indices: give checked=False, too")
-    return OnJax(program, devices, int(seed), checked, slice_, executable)
+    return OnJax(program, devices, seed, checked, slice_, executable)
 
 
 class DeviceState(State):

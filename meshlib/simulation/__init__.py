@@ -57,11 +57,8 @@ def simulate(
     require_program(program, "simulate")
     choice(executor, "simulate", "executor", EXECUTORS)
     check_nan = flag(check_nan, "simulate", "check_nan")
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise GraphError(f"simulate: seed must be an integer, got {seed!r}")
-    return Simulation(
-        program, None if slice is None else slice_for("simulate", program.mesh, slice), int(seed), executor, check_nan
-    )
+    on_slice = None if slice is None else slice_for("simulate", program.mesh, slice)
+    return Simulation(program, on_slice, whole_number(seed, "simulate", "seed"), executor, check_nan)
 
 
 class Simulation(Shown):

@@ -1,12 +1,4 @@
-"""Verification of layouts against the unsharded program: values, updated variables, gradients.
-
-report      results                               Divergence, LayoutRow, Verification
-candidates  legal layouts                         legal_layouts
-feeds       default inputs, cotangents, variables
-rounding    bounds on effects of rounding
-job         the unsharded run, and the comparison of layouts with it
-search      the first operation that diverges
-"""
+"""Verification of layouts against the unsharded program: values, updated variables, gradients."""
 
 from __future__ import annotations
 
@@ -14,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
-import numpy as np
-
 from layouts import LayoutRules, Mesh
+from meshlib.core.arguments import bounded, choice, whole
 from meshlib.core.errors import FeedError, GraphError
 from meshlib.core.executors import Tasks, executor_of
 from meshlib.core.graph import Operation
@@ -140,15 +131,13 @@ def _check_arguments(
     for name, value in (("inputs", inputs), ("state", state)):
         if value is not None and not isinstance(value, Mapping):
             raise FeedError(f"verify: {name} must be a dict of names to arrays, got {type(value).__name__}")
-    if not isinstance(precision, str) or precision not in ("default", "highest"):
-        raise GraphError(f"verify: precision must be 'default' or 'highest', got {precision!r}")
-    if not isinstance(executor, str) or executor not in ("exact", "fast"):
-        raise GraphError(f"verify: executor must be 'exact' or 'fast', got {executor!r}")
-    for name, number, least in (("steps", steps, 1), ("seed", seed, 0)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
-            raise GraphError(f"verify: {name} must be an integer of at least {least}, got {number!r}")
-    if rtol is not None and (isinstance(rtol, bool) or not isinstance(rtol, int | float) or not 0 <= rtol < np.inf):
-        raise GraphError(f"verify: rtol must be a finite number of at least 0, got {rtol!r}")
+    choice(precision, "verify", "precision", ("default", "highest"))
+    choice(executor, "verify", "executor", ("exact", "fast"))
+    for name, count, least in (("steps", steps, 1), ("seed", seed, 0)):
+        if count is not None:
+            whole(count, "verify", name, low=least)
+    if rtol is not None:
+        bounded(rtol, "verify", "rtol")
 
 
 def _given_pairs(layouts: Any, mesh: Any) -> list[tuple[Mesh, LayoutRules]]:

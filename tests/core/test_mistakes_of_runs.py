@@ -218,7 +218,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: trained(folder=__file__),
         "train: no folder '*.py' can be made: File exists; name another",
     ),
-    "train seed": (lambda: mtf.simulate(loss_program(), seed="a"), "simulate: seed must be an integer, got 'a'"),
+    "train seed": (lambda: mtf.simulate(loss_program(), seed="a"), "seed must be an integer, got str 'a'"),
     "train executor": (
         lambda: mtf.simulate(loss_program(), executor="slow"),
         "executor must be 'fast' or 'exact', got 'slow'",

@@ -548,7 +548,7 @@ def test_wrong_arguments_are_named() -> None:
             ({"layouts": 0, "mesh": "r:2"}, "'all', a number of at least 1, or a list, got 0"),
             ({"mesh": "r:2", "precision": "low"}, "precision must be"),
             ({"mesh": "r:2", "executor": "slow"}, "executor must be"),
-            ({"mesh": "r:2", "steps": 0}, "steps must be an integer of at least 1"),
+            ({"mesh": "r:2", "steps": 0}, "steps must be at least 1"),
             ({"mesh": "r:2", "rtol": -1}, "rtol must be"),
             ({"mesh": "r:2", "inputs": [1]}, "inputs must be a dict"),
         ):
