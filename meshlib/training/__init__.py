@@ -1,14 +1,4 @@
-"""Training: `mtf.train`, the training loop.
-
-loop         steps, and actions due after them
-feeds        batches of any kind, with a state
-evaluation   a separate program on the same variables
-history      rows of metrics, in files and plots
-checkpoints  checkpoints in a folder
-background   work in parallel with the steps, such as writing a checkpoint
-signals      ctrl-C and SIGTERM
-progress     a progress bar on the terminal
-"""
+"""Training: `mtf.train`, the training loop."""
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 

@@ -549,7 +549,7 @@ def test_wrong_arguments_are_named() -> None:
             ({"mesh": "r:2", "precision": "low"}, "precision must be"),
             ({"mesh": "r:2", "executor": "slow"}, "executor must be"),
             ({"mesh": "r:2", "steps": 0}, "steps must be at least 1"),
-            ({"mesh": "r:2", "rtol": -1}, "rtol must be"),
+            ({"mesh": "r:2", "rtol": -1}, "rtol must not be negative, got -1"),
             ({"mesh": "r:2", "inputs": [1]}, "inputs must be a dict"),
         ):
             with pytest.raises(mtf.MeshlibError, match=message):
