@@ -4,13 +4,14 @@ A sum over a split dim is reduced once for a whole accumulator, after the last t
 the accumulators of all loops around them, stay pending. So do the stacked outputs of an inner loop, such as one
 gradient per layer, where the pending stack takes no more memory than the variable of the gradient, or than the
 gradient's assigned sharding. Where it would take more, as with fully sharded weights, each trip of the inner loop
-reduces its term over the axes that split the gradient; sums over other axes stay pending.
+reduces its term over the axes that split the gradient; sums over other axes stay pending. Stacked gradients of two
+loops that share their weights stay pending until they are added up, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from layouts import Sharding
@@ -32,16 +33,18 @@ class Destination:
     home          the assigned sharding of the gradient
     most_elements that a device may hold of a pending sum
     accumulator   the sharding of an accumulator, to which pending terms may be added; None for gradients
+    is_term       whether it is one of several terms: of an accumulator, or of a sum of several tensors
     """
 
     home: Sharding
     most_elements: float
     accumulator: Sharding | None = None
+    is_term: bool = False
 
     def of(self, t: Tensor) -> Destination:
         """This destination for a tensor that becomes this one."""
         most = self.most_elements * t.shape.size / self.home.shape.size
-        return Destination(_alike(self.home, t), most, self.accumulator and _alike(self.accumulator, t))
+        return Destination(_alike(self.home, t), most, self.accumulator and _alike(self.accumulator, t), self.is_term)
 
     def of_sum(self, made: Sharding) -> Sharding:
         """The sharding of a sum of terms computed under `made`: pending like them if memory allows, otherwise reduced
@@ -63,13 +66,14 @@ def destination(t: Tensor, graph: Simplified, homes: Homes, fetched: Container[T
 
     Every operation in between is linear in it, keeps its dims, and is its only user.
     """
-    end = t
+    end, is_term = t, False
     while (there := homes.destinations.get(end) or _gradient(end, homes)) is None:
         uses = graph.uses.get(end, ())
         if len(uses) != 1 or end in fetched or not _passes(*uses[0]):
             return None
-        end = uses[0][0].output
-    return there.of(t)
+        add = uses[0][0]
+        end, is_term = add.output, is_term or (len(add.inputs) > 1 and add.opdef.linear(add).together)
+    return replace(there.of(t), is_term=is_term or there.accumulator is not None)
 
 
 def _gradient(t: Tensor, homes: Homes) -> Destination | None:

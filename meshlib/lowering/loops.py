@@ -73,8 +73,8 @@ class Loops:
         # Finals always; of stackable values (results, carries before each trip) only those that are used.
         finals, others = op.outputs[: loop.carries], op.outputs[loop.carries :]
         used = [(y, t) for y, t in zip(others, loop.stacked, strict=True) if self._is_used(y)]
-        terms = {op.outputs[n]: t for n, t in accumulated_terms(op, loop, self.graph, self._is_added_up).items()}
-        terms |= {y: t for y, t in used if self._is_added_up(y)}
+        terms = {op.outputs[n]: t for n, t in accumulated_terms(op, loop, self.graph, self._is_accumulated).items()}
+        terms |= {y: t for y, t in used if (there := self._destination(y)) is not None and there.is_term}
         sums, makers = self._sums(op, loop, terms)
         homes, wanted = self._body_homes(op, loop, terms, sums)
         bound: list[Sharding | None] = [*wanted[: loop.carries], *(self._bound(op, y, sums) for y, _ in used)]
@@ -129,15 +129,18 @@ class Loops:
         inside = dict(zip(op.outputs, (*loop.made.finals, *loop.stacked), strict=True))
         for y in terms:
             end = inside[y]
-            there = destination(y, self.graph, self.homes, self.fetched) or Destination(homes.of(end), inf)
+            there = self._destination(y) or Destination(homes.of(end), inf)
             if y in sums and end.operation.opdef.kind is not Kind.INPUT:  # a carry may be stacked unchanged
                 homes.bind(end, sums[y])
             homes.destinations[end] = replace(there.of(end), accumulator=homes.of(end))
         return homes, wanted
 
-    def _is_added_up(self, y: Tensor) -> bool:
-        """Whether a stacked result becomes part of an enclosing loop's accumulator."""
-        there = destination(y, self.graph, self.homes, self.fetched)
+    def _destination(self, y: Tensor) -> Destination | None:
+        return destination(y, self.graph, self.homes, self.fetched)
+
+    def _is_accumulated(self, y: Tensor) -> bool:
+        """Whether a result becomes part of an enclosing loop's accumulator."""
+        there = self._destination(y)
         return there is not None and there.accumulator is not None
 
     def _sums(
@@ -169,7 +172,7 @@ class Loops:
 
         So each trip reduces its result to the gradient's sharding.
         """
-        there = destination(t, self.graph, self.homes, self.fetched)
+        there = self._destination(t)
         return self.homes.of(t) if there is None else there.home
 
     def _is_used(self, t: Tensor) -> bool:

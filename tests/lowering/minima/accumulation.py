@@ -180,3 +180,19 @@ def pipelines_of_microbatches_step(t: str) -> Case:
     least = permutes + 2 * all_gather(2, part // 2 * A.size * width(t))
     least += all_reduce(2, L.size * W * F32) + all_reduce(2, F32)
     return Case({"loss": outputs["loss"]}, train, "p:2;m:2", "stage:p;b:m", least)
+
+
+def twice(x: Tensor, w: Tensor) -> Tensor:
+    """The same layers, in two loops."""
+    for _ in range(2):
+        (x,), _ = mtf.scan(lambda c, s: ((block(c[0], s[0]),), ()), [x], [w], L)
+    return x
+
+
+@row
+def scanned_layers_run_twice_step(t: str) -> Case:
+    """What both loops stack is added up while pending."""
+    y = twice(given("x", [B, A], t), weight("w", [L, A, E], t))
+    loss = mtf.reduce_sum(mtf.square(mtf.cast(y, "float32"))) * 0.5
+    least = all_reduce(N, L.size * W * width(t))
+    return Case(None, mtf.optimize.SgdOptimizer(0.1).minimize(loss), MESH, "b:m", least)
