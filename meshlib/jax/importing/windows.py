@@ -13,11 +13,11 @@ from layouts import Dimension
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
 from meshlib.jax.importing.code import Array, CodeStep, Var
-from meshlib.jax.importing.rotations import Run, pads_of, rotated, runs_of
+from meshlib.jax.importing.ranges import Part, Run, concatenated, pads_of, restored, restored_range, runs_of
 from meshlib.jax.importing.table import RULES, give, rule, same_axes
 from meshlib.jax.importing.writing import StepWriter, renamed
 from meshlib.ops.movement.dynamic_slices import dynamic_slice, update_slice
-from meshlib.ops.movement.runs import concat, pad, shift, slice, strided_slice
+from meshlib.ops.movement.runs import concat, pad, slice, strided_slice
 from meshlib.ops.movement.shape import broadcast, reshape, transpose
 from meshlib.ops.movement.stacking import stack
 from meshlib.ops.pointwise.binary import maximum, minimum
@@ -42,7 +42,8 @@ def _cut(w: StepWriter, t: Tensor, old: Axis, new: Axis, run: Run) -> Tensor:
             )
     t = w.merge(t, old)
     one = w.whole_dim(old)
-    t = strided_slice(t, begin, size, stride, one.name)
+    again = restored_range(t, begin, Dimension(one.name, size)) if stride == 1 else None
+    t = strided_slice(t, begin, size, stride, one.name) if again is None else again
     whole = w.whole_dim(new)
     t = renamed(t, {one.name: whole.name}) if one.name != whole.name else t
     return w.apart(t, new)
@@ -207,7 +208,10 @@ def _padded(t: Tensor, d: Dimension, pads: tuple[int, int, int], value: float) -
         size = (d.size - 1) * (between + 1) + 1
         t = slice(reshape(t, [*rest, Dimension(d.name, d.size * apart.size)]), 0, size, d.name)
     begin, end = max(0, -before), size - max(0, -after)
-    return pad(slice(t, begin, end - begin, d.name), [max(0, before), max(0, after)], d.name, value)
+    t, before, after = slice(t, begin, end - begin, d.name), max(0, before), max(0, after)
+    parts = concatenated([value, t, value], [before, end - begin, after])
+    whole = restored([p for p in parts if p.begin < p.end], Dimension(d.name, before + end - begin + after), t)
+    return pad(t, [before, after], d.name, value) if whole is None else whole
 
 
 def _pad_known(step: CodeStep, x: Array, value: Array) -> Array:
@@ -259,11 +263,6 @@ def _cut_from(x: Var, at: int) -> Axis | None:
 def _concat(w: StepWriter, step: CodeStep) -> Tensor:
     out, at = step.outs[0], int(step.params["dimension"])
     one = w.whole_dim(out.axes[at])
-    rotation = rotated(_joined(step), at)
-    if rotation is not None and len(w.axes.dims(rotation[0].axes[at])) == 1:
-        x, first = rotation
-        t = w.rename_apart(x, out.axes, at, one.name)
-        return w.apart(shift(t, -first, one.name, wrap=True) if one in t.shape else t, out.axes[at])
     others = [a for n, a in enumerate(out.axes) if n != at]
     parts, joined = [], _joined(step)
     for x in joined:
@@ -276,7 +275,8 @@ def _concat(w: StepWriter, step: CodeStep) -> Tensor:
         parts = [transpose(broadcast(_dropped(t, one.name) if one.name in t.shape else t, held), held) for t in parts]
         return w.apart(stack(parts, one.name), out.axes[at])
     parts = [broadcast(t, [*held, Dimension(one.name, x.shape[at])]) for t, x in zip(parts, joined, strict=True)]
-    return w.apart(concat(parts, one.name), out.axes[at])
+    whole = restored(concatenated(parts, [x.shape[at] for x in joined]), one, parts[0])
+    return w.apart(concat(parts, one.name) if whole is None else whole, out.axes[at])
 
 
 rule(
@@ -401,7 +401,13 @@ def _update(w: StepWriter, step: CodeStep) -> Tensor:
     missing = [d for d in w.shape([a for n, a in enumerate(out.axes) if n != at]) if d in p.shape and d not in t.shape]
     t = broadcast(t, [*missing, *t.shape])  # in the order of `t`, so that the large operand is not transposed
     p = broadcast(p, [Dimension(one.name, part.shape[at]) if d == one else d for d in t.shape])
-    begin = _begin(w, step.ins[2 + at], x.shape[at] - part.shape[at])
+    begin, size = _begin(w, step.ins[2 + at], x.shape[at] - part.shape[at]), x.shape[at]
+    if isinstance(begin, int):
+        end = begin + part.shape[at]
+        parts = [Part(0, begin, t), Part(begin, end, p, begin), Part(end, size, t)]
+        whole = restored([part for part in parts if part.begin < part.end], one, t) if part.shape[at] * 2 > size else None
+        if whole is not None:
+            return w.apart(whole, out.axes[at])
     return w.apart(update_slice(t, p, one, begin), out.axes[at])
 
 

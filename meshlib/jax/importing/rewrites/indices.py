@@ -145,6 +145,12 @@ _JOINED: dict[str, tuple[Any, Any]] = {
 }
 
 
+# How a scatter joins an element with its update; None if the update replaces it.
+_JOINS: dict[str, Any] = {
+    "scatter": None, "scatter-add": lax.add, "scatter_add": lax.add, **{kind: join for kind, (join, _) in _JOINED.items()}
+}  # fmt: skip
+
+
 def _scattered_axes(
     d: Any, x_shape: tuple[int, ...], updates_shape: tuple[int, ...], columns: dict[int, int]
 ) -> _TableAxes:
@@ -157,7 +163,34 @@ def _scattered_axes(
     return _TableAxes.of(x_shape, sizes, columns, batch, inserted)
 
 
+def _window_update(step: CodeStep) -> Function | None:
+    """A scatter of one window to a known place, such as `x.at[1:-1].add(y)`, as an update of a slice."""
+    (x_shape, indices, updates_shape), d = (v.shape for v in step.ins), step.params["dimension_numbers"]
+    known = step.ins[1].elements
+    if known is None or len(indices) != 1 or d.operand_batching_dims or len(updates_shape) != len(d.update_window_dims):
+        return None
+    sizes = iter(updates_shape)
+    sizes = [1 if n in d.inserted_window_dims else next(sizes) for n in range(len(x_shape))]
+    begins = [0] * len(x_shape)
+    for n, begin in zip(d.scatter_dims_to_operand_dims, known.tolist(), strict=True):
+        begins[n] = begin
+    ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]
+    if min(begins) < 0 or any(end > n for end, n in zip(ends, x_shape, strict=True)):
+        return None
+    join = _JOINS[step.kind]
+
+    def run(x: Any, indices: Any, updates: Any) -> Any:
+        part = updates.reshape(sizes)
+        part = part if join is None else join(lax.slice(x, begins, ends), part)
+        return lax.dynamic_update_slice(x, part, [np.int32(n) for n in begins])
+
+    return run
+
+
 def _scatter(step: CodeStep) -> Function | None:
+    window = _window_update(step)
+    if window is not None:
+        return window
     if step.kind not in _JOINED and not isinstance(of_scatter(step), str):
         return None
     d, (x_shape, _, updates_shape) = step.params["dimension_numbers"], (v.shape for v in step.ins)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshlib.jax.importing.code import CodeStep
+from meshlib.jax.importing.code import CodeStep, Var
+from meshlib.jax.importing.ranges import pads_of
 from meshlib.jax.importing.rewrites.table import Function, rewrite
-from meshlib.jax.importing.rotations import padded_pieces, rotated
 
 Pads = Sequence[tuple[int, int]]
 
@@ -113,10 +113,26 @@ rewrite("cummax cummin", _running)
 # ---------------------------------------------------------------- gradients of rotations
 
 
-def _rotated_back(step: CodeStep) -> Function | None:
+def _padded_pieces(step: CodeStep) -> tuple[list[Var], int] | None:
+    """Two zero-padded pieces that a sum places one after the other along an axis; None for other sums."""
+    makers = [x.maker for x in step.ins if x.maker is not None and x.maker.kind == "pad"]
+    if len(makers) != 2 or any(maker.ins[1].number != 0 for maker in makers):
+        return None
+    axes = {n for maker in makers for n, (low, high, _) in enumerate(pads_of(maker)) if low or high}
+    if len(axes) != 1 or any(between for maker in makers for _, _, between in pads_of(maker)):
+        return None
+    (at,) = axes
+    (first, low), (second, before) = sorted(
+        ((maker.ins[0], pads_of(maker)[at][0]) for maker in makers), key=lambda piece: piece[1]
+    )
+    adjacent = low == 0 and before == first.shape[at] and before + second.shape[at] == step.ins[0].shape[at]
+    return ([first, second], at) if adjacent else None
+
+
+def _joined_pieces(step: CodeStep) -> Function | None:
     """The sum of two pieces of a rotated value, each padded back to its position, as a concatenation of them."""
-    padded = padded_pieces(step)
-    if padded is None or rotated(*padded) is None:
+    padded = _padded_pieces(step)
+    if padded is None:
         return None
     (first, _), at = padded
     cut = first.shape[at]
@@ -131,4 +147,4 @@ def _rotated_back(step: CodeStep) -> Function | None:
     return run
 
 
-rewrite("add add_any", _rotated_back)
+rewrite("add add_any", _joined_pieces)
