@@ -2,11 +2,11 @@
 
 A tensor is produced under one or several *placements* (shardings, pending sums included) and consumed under others. One
 copy serves every use that can be reached from it, and a reshard may start from any copy, so the joint cost is that of a
-cheapest tree. Trees of up to three uses are tabulated exactly (Dreyfus-Wagner over all placements). With more uses, an
-extra variable selects the copies that a region shares, its *hubs*; a use then pays for a reshard from the nearest hub.
-A copy that takes more memory than the assigned sharding serves one region only (forward, backward or update). Where it
-is gathered again for a later region, hubs may have a small copy that was computed from it; trees do not, so they may
-cost more.
+cheapest tree. In each region (forward, backward or update) a set of up to three copies is shared, its *hubs*, one of
+which may start from another; a use pays for a reshard from the nearest hub. Up to three uses need no more hubs than
+that. A copy that takes more memory than the assigned sharding serves one region only; later ones start from the small
+hubs, and from free slices of large ones. The set is minimised over where that takes a small table, and otherwise is a
+variable of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, permutations, product
 from math import inf, prod
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from meshlib.lowering.distances import distances
 from meshlib.lowering.elimination import FactorGraph
 from meshlib.lowering.values import ClassRows
 
-DIRECT_ENTRIES = 60_000  # largest table of a tree
+DIRECT_ENTRIES = 60_000  # largest table of uses and the copies that they share
 HUBS = 3  # maximum number of shared copies per region
 MOST_HUB_SETS = 400
 ROWS_AT_ONCE = 16  # rows compared at once
@@ -105,6 +105,27 @@ class End:
         """Its axis in a table."""
         return self.variable, self.of
 
+    @property
+    def most(self) -> int:
+        """The largest number of placements of a class."""
+        return max(map(len, self.classes))
+
+
+class _Hubs(NamedTuple):
+    """Costs of the sets of copies that a region may share."""
+
+    link: Floats  # of reaching a set (columns) from each row of copies
+    serve: Sequence[Floats]  # of each class of each use (columns) from a set (rows)
+    lasting: Floats  # of each placement in later regions (columns) from a set (rows)
+
+    def minimum(self) -> Floats:
+        """The cost of all uses together by row of copies and classes, under the cheapest set."""
+        total = self.link.T
+        for table in self.serve:
+            total = total[..., None] + table.reshape(len(table), *[1] * (total.ndim - 1), -1)
+        costs: Floats = np.minimum.reduce(total, axis=0)
+        return costs
+
 
 class _Tables:
     """The tables of a tensor, over its own numbering of variables and placements."""
@@ -129,30 +150,10 @@ class _Tables:
         self.between = distances(placements, copies.itemsize, copies.balance)
         light = [not self.regather or s.local_size <= self.home.local_size for s in placements]
         self.light: NDArray[np.bool_] = np.array(light)
-        self.reach = [self._reach(u) for u in self.uses]
 
     def number(self, s: Sharding) -> int:
         """Number of a placement."""
         return self.placements.setdefault(s, len(self.placements))
-
-    def enter(self, graph: FactorGraph) -> None:
-        """Add the tables to a factor graph."""
-        entries = len(self.placements) * prod([len(end.classes) for end in (*self.made, *self.uses)])
-        if len(self.uses) <= 3 and entries <= DIRECT_ENTRIES:
-            self._enter_trees(graph)
-        else:
-            self._enter_hubs(graph)
-
-    def _reach(self, use: End) -> Floats:
-        """Cost of each class of a use (columns) from each placement (rows)."""
-        costs = self.between[:, [wanted[0] if wanted else 0 for wanted in use.classes]]
-        by_size: dict[int, list[int]] = {}
-        for n, wanted in enumerate(use.classes):
-            if len(wanted) != 1:
-                by_size.setdefault(len(wanted), []).append(n)
-        for size, some in by_size.items():
-            costs[:, some] = self._together(self.between, np.array([use.classes[n] for n in some])) if size else 0
-        return costs
 
     def _root(self, region: int, made: Sequence[End]) -> Floats:
         """Cost of each placement (columns) in a region, from each combination of produced placements (rows)."""
@@ -170,146 +171,83 @@ class _Tables:
         """Cost of each placement (columns) from the nearest of each row's placements."""
         if all(len(row) == 1 for row in rows):
             return self.between[[row[0] for row in rows]]
-        of, some = _padded(rows)
-        costs: Floats = np.minimum.reduce(self.between[of], axis=1)
-        return costs if some.all() else np.where(some[:, None], costs, inf)
+        return np.array([np.min(self.between[list(row)], axis=0, initial=inf) for row in rows])
 
-    def _enter_trees(self, graph: FactorGraph) -> None:
-        last = max([u.region for u in self.uses])
-        made = [end for end in self.made if end.region <= last]
-        roots = {region: self._root(region, made) for region in dict.fromkeys([u.region for u in self.uses])}
-        match self.uses:
-            case [u]:
-                table = self._single_use(roots[u.region], 0)
-            case [_, _]:
-                table = self._pair(roots, 0, 1)
-            case _:
-                table = self._triple(roots)
-        self._expand(graph, table, _axes(made), _axes(self.uses))
-
-    def _single_use(self, root: Floats, n: int) -> Floats:
-        """Cost of each class of a use (columns) from each row of `root`; 0 for classes that need nothing."""
-        costs = _min_plus(root, self.reach[n])
-        if not all(self.uses[n].classes):
-            costs[:, self._needs_nothing(n)] = 0
+    def _costs_of(self, use: End, root: Floats) -> Floats:
+        """Cost of each class of a use (columns) from each row of `root`: of its placements, one from another or not."""
+        costs = root[:, [wanted[0] if wanted else 0 for wanted in use.classes]]
+        costs[:, [not wanted for wanted in use.classes]] = 0
+        for size in {len(wanted) for wanted in use.classes if len(wanted) > 1}:
+            some = [n for n, wanted in enumerate(use.classes) if len(wanted) == size]
+            sets = np.array([use.classes[n] for n in some])
+            shared = _min_plus(root, self._together(self.between, sets))  # from one copy more
+            costs[:, some] = np.minimum(self._together(root, sets), shared)
         return costs
 
-    def _needs_nothing(self, n: int) -> NDArray[np.bool_]:
-        """Mask of the classes of a use that need nothing."""
-        return np.array([not wanted for wanted in self.uses[n].classes])
+    # ------------------------------------------------------------ regions
 
-    def _pair(self, roots: dict[int, Floats], a: int, b: int) -> Floats:
-        u, v = self.uses[a], self.uses[b]
-        alone = self._single_use(roots[u.region], a)[:, :, None], self._single_use(roots[v.region], b)[:, None]
-        best = np.minimum(alone[0] + alone[1], _min_plus(roots[self._first(u, v)], self._joint(a, b)))
-        if u.region < v.region:
-            return np.minimum(best, alone[0] + self._inherited(a, b))
-        if v.region < u.region:
-            return np.minimum(best, alone[1] + self._inherited(b, a).T)
-        return best
-
-    def _inherited(self, a: int, b: int) -> Floats:
-        """Cost of a later use from the placements of an earlier one, if these are kept."""
-        return _min_plus(self._from_lasting(self.uses[a].classes), self.reach[b])
-
-    @staticmethod
-    def _first(*uses: End) -> int:
-        return min([u.region for u in uses])
-
-    def _joint(self, a: int, b: int) -> Floats:
-        """Cost of two uses together, from each placement as their shared copy."""
-        costs = self.reach[a][:, :, None] + self.reach[b][:, None, :]
-        if self.uses[a].region != self.uses[b].region:
-            costs = np.where(self.light[:, None, None], costs, inf)
-        return costs
-
-    def _triple(self, roots: dict[int, Floats]) -> Floats:
-        us = self.uses
-        alone = [self._single_use(roots[u.region], n) for n, u in enumerate(us)]
-        shape = [(slice(None), *(slice(None) if n == k else None for n in range(3))) for k in range(3)]
-        best = alone[0][shape[0]] + alone[1][shape[1]] + alone[2][shape[2]]
-        junction = self.reach[0][shape[0]] + self.reach[1][shape[1]] + self.reach[2][shape[2]]
-        for a, b, c in ((0, 1, 2), (0, 2, 1), (1, 2, 0)):
-            joint = self._joint(a, b)
-            root = _min_plus(roots[self._first(us[a], us[b])], joint)
-            best = np.minimum(best, np.expand_dims(root, c + 1) + alone[c][shape[c]])
-            inner = _min_plus(self.between, joint)
-            junction = np.minimum(junction, np.expand_dims(inner, c + 1) + self.reach[c][shape[c]])
-        if len({u.region for u in us}) > 1:
-            junction = np.where(self.light[:, None, None, None], junction, inf)
-        return np.minimum(best, _min_plus(roots[self._first(*us)], junction))
-
-    # ------------------------------------------------------------ hubs
-
-    def _enter_hubs(self, graph: FactorGraph) -> None:
+    def enter(self, graph: FactorGraph) -> None:
+        """Add the tables to a factor graph."""
         regions = sorted({u.region for u in self.uses})
         early = [end for end in self.made if end.region <= regions[0]]
         before, root = _axes(early), self._root(regions[0], early)
         for region in regions:
-            mine = [n for n, u in enumerate(self.uses) if u.region == region]
-            count = len(root)
+            mine, is_last = [u for u in self.uses if u.region == region], region == regions[-1]
             again = [end for end in self.made if regions[0] < end.region <= region]
             if again:
-                root = np.concatenate([root, self._root(region, again)])
-            if len(mine) == 1 and region == regions[-1]:
-                self._link(graph, self._single_use(root, mine[0]), count, before, _axes(again), self.uses[mine[0]].axis)
+                root = np.minimum(root[:, None], self._root(region, again)).reshape(-1, root.shape[1])
+                before = [*before, *_axes(again)]
+            if is_last and len(mine) == 1:
+                self._expand(graph, self._costs_of(mine[0], root), before, _axes(mine))
                 continue
-            sets, link, serve = self._hub_sets(root, mine, region)
-            own: Axis = (graph.add_variable(len(sets)), np.arange(len(sets)))
-            self._link(graph, link, count, before, _axes(again), own)
-            for n, table in zip(mine, serve, strict=True):
-                self._expand(graph, table, [own], [self.uses[n].axis])
-            before, root = [own], self._from_lasting(sets)
+            hubs = self._hubs(root, mine, [u for u in self.uses if u.region > region])
+            entries = prod([hubs.link.size, *[table.shape[1] for table in hubs.serve]])
+            if is_last and len(mine) <= HUBS and entries <= DIRECT_ENTRIES:
+                self._expand(graph, hubs.minimum(), before, _axes(mine))
+                continue
+            own: Axis = (graph.add_variable(len(hubs.lasting)), np.arange(len(hubs.lasting)))
+            self._expand(graph, hubs.link, before, [own])
+            for table, use in zip(hubs.serve, mine, strict=True):
+                self._expand(graph, table, [own], [use.axis])
+            before, root = [own], hubs.lasting
 
-    def _link(
-        self, graph: FactorGraph, costs: Floats, count: int, before: Sequence[Axis], again: Sequence[Axis], end: Axis
-    ) -> None:
-        """Add the costs of copies that start from the previous region's (first `count` rows) or a recomputation."""
-        if len(costs) == count:
-            self._expand(graph, costs, before, [end])
-            return
-        source: Axis = (graph.add_variable(2), np.arange(2))
-        first, second = costs[:count], costs[count:]
-        self._expand(graph, np.stack([first, np.zeros_like(first)], axis=1), before, [source, end])
-        self._expand(graph, np.stack([np.zeros_like(second), second], axis=1), again, [source, end])
+    # ------------------------------------------------------------ hubs
 
-    def _hub_sets(self, root: Floats, mine: Sequence[int], region: int) -> tuple[list[Ints], Floats, list[Floats]]:
-        """Candidate sets of copies shared in a region, their cost from each row of `root`, and the cost of each use."""
-        wanted = {s for n in mine for c in self.uses[n].classes for s in c}
+    def _hubs(self, root: Floats, mine: Sequence[End], following: Sequence[End]) -> _Hubs:
+        """The undominated sets of copies that the uses `mine` of a region share; `following` are uses of later ones."""
+        most = min(HUBS, sum([use.most for use in (*mine, *following)]))
+        sets = self._sets(self._candidates(root, mine, following), most)
+        if all(not all(use.classes) for use in mine):  # possibly no use needs anything
+            sets.insert(0, np.zeros((1, 0), np.intp))
+        link = np.concatenate([self._together(root, some) for some in sets], axis=1)
+        near = np.concatenate([np.min(self.between[some], axis=1, initial=inf) for some in sets])
+        serve = [self._costs_of(use, near) for use in mine]
+        lasting = np.zeros((len(near), 0))
+        if following:
+            lasting = np.concatenate([self._from_lasting(some) for some in sets])
+        alive = _undominated(np.concatenate([link.T, *serve, lasting], axis=1))
+        return _Hubs(link[:, alive], [table[alive] for table in serve], lasting[alive])
+
+    def _candidates(self, root: Floats, mine: Sequence[End], following: Sequence[End]) -> Ints:
+        """The placements that a shared copy may have."""
+        wanted = {s for u in mine for c in u.classes for s in c}
         lasting = {s for end in self.made for row in end.classes for s in row if self.light[s]}
-        following = [u for u in self.uses if u.region > region]
         later = {s for u in following for c in u.classes for s in c if self.light[s]}
         some = {*wanted, *lasting, *later, *(self.slices if following else ()), self.number(self.home)}
-        candidates = np.array(sorted(s for s in some if np.isfinite(root[:, s]).any()))
+        return np.array(sorted(s for s in some if np.isfinite(root[:, s]).any()))
+
+    def _sets(self, candidates: Ints, most: int) -> list[Ints]:
+        """Sets of up to `most` candidates, by size, of which none is a free slice of another."""
         free = (self.between == 0) | (self.between == 0).T
         sets: list[Ints] = []
-        links: list[Floats] = []
-        tables: list[list[Floats]] = [[] for _ in mine]
-        kept_copies: list[Floats] = []
-        idle = [self._needs_nothing(n) for n in mine]
-        if all(none.any() for none in idle):  # possibly no use needs anything
-            sets.append(np.array((), np.intp))
-            links.append(np.zeros((len(root), 1)))
-            tables = [[np.where(none, 0, inf)[None]] for none in idle]
-            kept_copies += [self._from_lasting(sets)] if following else []
-        for count in range(1, HUBS + 1):
+        for count in range(1, most + 1):
             chosen = np.array(list(combinations(candidates, count)), np.intp).reshape(-1, count)
             for a, b in combinations(range(count), 2):
                 chosen = chosen[~free[chosen[:, a], chosen[:, b]]]
-            if len(sets) + len(chosen) > MOST_HUB_SETS and count > 1:
+            if sum(map(len, sets)) + len(chosen) > MOST_HUB_SETS and count > 1:
                 break
-            sets += list(chosen)
-            links.append(self._together(root, chosen))
-            for n, parts in zip(mine, tables, strict=True):
-                parts.append(np.minimum.reduce(self.reach[n][chosen], axis=1))
-            if following:
-                kept_copies.append(self._from_lasting(chosen))
-        link = np.concatenate(links, axis=1)
-        serve = [np.concatenate(parts) for parts in tables]
-        # Sets that are dominated in cost and in every use are dropped.
-        later_tables = [np.concatenate(kept_copies)] if following else []
-        alive = _undominated(np.concatenate([link.T, *serve, *later_tables], axis=1))
-        return [sets[n] for n in alive], link[:, alive], [parts[alive] for parts in serve]
+            sets.append(chosen)
+        return sets
 
     def _together(self, root: Floats, sets: Ints) -> Floats:
         """Cost of reaching all placements of each set (columns), each from the nearest copy, from each row of `root`.
@@ -317,6 +255,8 @@ class _Tables:
         The cheapest order for sets of up to three, otherwise the given one.
         """
         count = sets.shape[1]
+        if not count:
+            return np.zeros((len(root), len(sets)))
         costs = []
         for order in permutations(range(count)) if count <= 3 else [range(count)]:
             columns = sets.T[list(order)]
@@ -327,10 +267,9 @@ class _Tables:
             costs.append(total)
         return costs[0] if len(costs) == 1 else np.minimum.reduce(costs)
 
-    def _from_lasting(self, sets: Sequence[Sequence[int]] | Sequence[Ints] | Ints) -> Floats:
+    def _from_lasting(self, sets: Ints) -> Floats:
         """Cost of each placement from each set of copies, as far as later regions may use it or free slices of it."""
-        of, some = _padded(sets)
-        free = (self.between[of] == 0).any(axis=1) & self.light & some[:, None]
+        free = (self.between[sets] == 0).any(axis=1) & self.light
         costs: Floats = np.where(free[:, :, None], self.between, inf).min(axis=1)
         return costs
 
@@ -357,15 +296,6 @@ class _Tables:
 
 def _axes(ends: Sequence[End]) -> Sequence[Axis]:
     return [end.axis for end in ends]
-
-
-def _padded(rows: Sequence[Sequence[int]] | Sequence[Ints] | Ints) -> tuple[Ints, NDArray[np.bool_]]:
-    """Rows of placements as an array, padded with their first element, and a mask of non-empty rows."""
-    if isinstance(rows, np.ndarray):
-        return rows, np.ones(len(rows), np.bool_)
-    width = max([1, *map(len, rows)])
-    full = [[*row, *[row[0] if len(row) else 0] * (width - len(row))] for row in rows]
-    return np.array(full, np.intp).reshape(-1, width), np.array([len(row) > 0 for row in rows], np.bool_)
 
 
 def _min_plus(first: Floats, rest: Floats) -> Floats:

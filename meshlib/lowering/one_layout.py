@@ -22,19 +22,18 @@ from meshlib.lowering.materialisation import axes_price
 from meshlib.lowering.ordering import order_and_fuse
 from meshlib.lowering.partition import Partitioner
 from meshlib.lowering.passes import join_gathers, merge_small_collectives, remove_dead_code
-from meshlib.lowering.problem import Problem, best_choices
+from meshlib.lowering.problem import Choices, Problem, best_choices
 from meshlib.lowering.repeated_choice import repeated_choices
 from meshlib.lowering.repetition import Irregular, Repetition
 from meshlib.lowering.shared_sums import split_sums
 from meshlib.lowering.simplification import Simplified
-from meshlib.lowering.strategies import Choice
 from meshlib.lowering.unrolling import unrolled
 from meshlib.program.checker import Sound, check_program
 from meshlib.program.instructions import Value
 from meshlib.program.records import Program
 
 Nears: TypeAlias = Mapping[Operation, Near]  # see `near_shifts`
-Choose: TypeAlias = Callable[[Problem], tuple[Mapping[Operation, Choice], float]]
+Choose: TypeAlias = Callable[[Problem], tuple[Choices, float]]
 Lowered: TypeAlias = Callable[[Simplified, Homes, Nears, bool], Program]
 PASSES = (remove_dead_code, share_halos, join_gathers, merge_small_collectives, order_and_fuse)
 LITTLE = 1e-3  # of the bytes sent: smaller savings are not worth a second search
@@ -73,7 +72,7 @@ class Lowering:
     def _unrolled(self, layers: Repetition, fetched: Mapping[str, Tensor], counts_steps: bool) -> Program:
         """The whole program, with alike layers lowered once. Raises: Irregular where that is impossible."""
 
-        def choose(problem: Problem) -> tuple[Mapping[Operation, Choice], float]:
+        def choose(problem: Problem) -> tuple[Choices, float]:
             return repeated_choices(problem, layers) if problem.graph is layers.short else best_choices(problem)
 
         *passes, order = PASSES

@@ -18,7 +18,7 @@ from meshlib.lowering.expected_halos import Near
 from meshlib.lowering.graph_cache import Prices
 from meshlib.lowering.loops import Body, Loops
 from meshlib.lowering.placements import Places
-from meshlib.lowering.problem import Problem, best_choices
+from meshlib.lowering.problem import Choices, Problem, best_choices
 from meshlib.lowering.reasons import explain_exchange
 from meshlib.lowering.simplification import Simplified
 from meshlib.lowering.strategies import Choice
@@ -38,12 +38,12 @@ class Partitioner:
     fetched: set[Tensor]
     body: Body  # how loops are lowered
     near: Mapping[Operation, Near] = field(default_factory=dict)  # see `near_shifts`
-    choose: Callable[[Problem], tuple[Mapping[Operation, Choice], float]] = best_choices
+    choose: Callable[[Problem], tuple[Choices, float]] = best_choices
     variables: dict[str, Value] = field(default_factory=dict)
     inputs: dict[str, Value] = field(default_factory=dict)
     updates: dict[str, Value] = field(default_factory=dict)
     places: Places = field(init=False)
-    choices: Mapping[Operation, Choice] = field(default_factory=dict)
+    choices: Choices = field(default_factory=dict)
     excess_bytes: float = 0.0  # of the choices above their lower bound
 
     def __post_init__(self) -> None:
@@ -73,8 +73,8 @@ class Partitioner:
         for op, n in self.graph.readers.get(t, ()):
             if op.opdef.kind is Kind.LOOP:
                 uses.setdefault(op.region, {}).setdefault(self.loops.of(op).wanted[op.needs.index(n)])
-            elif op in self.choices:
-                uses.setdefault(op.region, {}).setdefault(self.choices[op].operands[n])
+            for choice in self.choices.get(op, ()):
+                uses.setdefault(op.region, {}).setdefault(choice.operands[n])
         return uses
 
     def at_home(self, t: Tensor) -> Value:
@@ -113,15 +113,23 @@ class Partitioner:
     def _copy(self, op: Operation) -> None:
         """Copy between device and host memory, block by block."""
         (x,) = self.graph.inputs[op]
-        choice = self.choices[op]
+        (choice,) = self.choices[op]
         value = self.places.use(x, choice.operands[0], op)
         copy = Value(op.output, value.sharding)
         self.places.instructions.append(Compute(op, (value,), (copy,), op.region, choice.assignment))
         self._settle(copy)
 
     def _compute(self, op: Operation) -> None:
+        first, *others = self.choices[op]
+        for value in self._computed(op, first):
+            self._settle(value)
+        for choice in others:
+            for value in self._computed(op, choice):
+                self.places.add(value.tensor, value, op.region)
+
+    def _computed(self, op: Operation, choice: Choice) -> tuple[Value, ...]:
+        """Emit an operation under a choice; returns its results."""
         inputs = self.graph.inputs[op]
-        choice = self.choices[op]
         values = [self.places.use(x, s, op) for x, s in zip(inputs, choice.operands, strict=True)]
         results = tuple([Value(y, s) for y, s in zip(op.outputs, beside(op, choice.out), strict=True)])
         if choice.out.pending:
@@ -130,8 +138,7 @@ class Partitioner:
         self.places.instructions.append(
             Compute(op, tuple(values), results, op.region, choice.assignment, choice.exchanges, reasons)
         )
-        for value in results:
-            self._settle(value)
+        return results
 
     def _note_makers(self, op: Operation, inputs: Sequence[Tensor], choice: Choice) -> None:
         """Record the operation responsible for each pending axis of the result."""

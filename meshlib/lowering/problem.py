@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from layouts import Sharding
 from meshlib.core.graph import UPDATE, Operation, Tensor
@@ -24,6 +25,9 @@ from meshlib.lowering.strategies import Choice, Space
 from meshlib.lowering.strategy_costs import Strategy, StrategySet
 from meshlib.lowering.values import Free, Values, ValuesKey, settled
 from meshlib.program.signature import Signature, Signatures
+
+# How each operation runs in its region: under one choice, or under two if each computes a copy.
+Choices: TypeAlias = Mapping[Operation, tuple[Choice, ...]]
 
 
 @dataclass(eq=False)
@@ -234,12 +238,13 @@ class Problem:
 
     # ------------------------------------------------------------ result
 
-    def choices(self, solution: Solution) -> dict[Operation, Choice]:
-        """The choice of each operation."""
-        chosen = dict(self.at_home)
+    def choices(self, solution: Solution) -> Choices:
+        """The choices of each operation."""
+        chosen: dict[Operation, tuple[Choice, ...]] = {op: (choice,) for op, choice in self.at_home.items()}
         for op, values in self.values.items():
             variable = self.variables[op][0]
-            chosen[op] = values.parts[0][0 if variable is None else solution.values[variable]][0].choice
+            strategies = values.parts[0][0 if variable is None else solution.values[variable]]
+            chosen[op] = tuple([s.choice for s in strategies])
         return chosen
 
 
@@ -254,7 +259,7 @@ def home_choice(signature: Signature, home: Sharding) -> Choice | None:
     return Choice(axes, assigned.operands, home, (), nothing)
 
 
-def best_choices(problem: Problem) -> tuple[Mapping[Operation, Choice], float]:
+def best_choices(problem: Problem) -> tuple[Choices, float]:
     """The choices of the best program found, and the excess of its bytes over the lower bound."""
     problem.build()
     solution = solve(problem.factors)

@@ -13,10 +13,9 @@ from typing import TypeAlias
 from meshlib.core.graph import Operation, Tensor
 from meshlib.lowering.cost_tables import Floats
 from meshlib.lowering.elimination import FactorGraph, Solution
-from meshlib.lowering.problem import Problem
+from meshlib.lowering.problem import Choices, Problem
 from meshlib.lowering.repetition import Irregular, Repetition
 from meshlib.lowering.solving import solve
-from meshlib.lowering.strategies import Choice
 
 Place: TypeAlias = int | None  # layer number in the short graph; None: outside all layers
 Owner: TypeAlias = tuple[Hashable, Place]  # (identity of a variable within its layer, layer)
@@ -25,7 +24,7 @@ Table: TypeAlias = tuple[tuple[tuple[Hashable, Place], ...], Floats]
 NOISE = 1e-9  # relative to a cost
 
 
-def repeated_choices(problem: Problem, layers: Repetition) -> tuple[Mapping[Operation, Choice], float]:
+def repeated_choices(problem: Problem, layers: Repetition) -> tuple[Choices, float]:
     """As `best_choices`, for the short graph of a problem, with the excess over the bound of the whole graph.
 
     Raises: Irregular where omitted layers would choose differently from each other.

@@ -1,9 +1,10 @@
-"""The two ways to tabulate the copies of a tensor: trees of its uses, and sets of copies that a region shares."""
+"""Tables of the copies of a tensor against all sequences of reshards."""
 
 from __future__ import annotations
 
-import itertools
 import random
+from collections.abc import Sequence
+from heapq import heappop, heappush
 
 import numpy as np
 import pytest
@@ -11,8 +12,11 @@ import pytest
 import meshlib.lowering.copies as tables
 from layouts import Mesh, Shape, Sharding
 from meshlib.lowering import Balance
-from meshlib.lowering.elimination import FactorGraph
+from meshlib.lowering.bindings import stored
+from meshlib.lowering.distances import distances
+from meshlib.lowering.elimination import Elimination, FactorGraph
 from meshlib.lowering.values import SharedValues
+from tests.effort import draws
 
 SHAPE, MESH = Shape("b:8;d:8"), Mesh("x:2;y:4")
 PLACEMENTS = [
@@ -22,39 +26,83 @@ PLACEMENTS = [
 REGIONS = ("forward", "backward")
 
 
-def drawn(rng: random.Random, regather: bool) -> tables.Copies:
-    """A tensor that is computed in forward, possibly again in backward, and used in both."""
+USED = {  # regions of the users
+    "both regions": ("forward", "backward"),
+    "two before one": ("forward", "forward", "backward"),
+    "one before two": ("forward", "backward", "backward"),
+    "three at once": ("forward", "forward", "forward"),
+}
+
+
+def drawn(rng: random.Random, regather: bool, used: Sequence[str]) -> tables.Copies:
+    """A tensor that is computed in forward, possibly again in backward, and used under 3 placements or none."""
     interned = SharedValues()
     copies = tables.Copies(rng.choice(PLACEMENTS), 4, Balance(), regather)
-    own = interned.makes([(s,) for s in rng.sample(PLACEMENTS, 3)])
-    again = interned.makes([(), *[(s,) for s in rng.sample(PLACEMENTS, 2)]])
+    own = interned.makes([(s,) for s in rng.sample(PLACEMENTS, 2)])
+    again = interned.makes([(), (rng.choice(PLACEMENTS),)])
     copies.set_made((0, 1), REGIONS, (own, again))
-    for variable, region in enumerate(REGIONS, start=2):
-        copies.add_use(variable, region, interned.needs([(s,) for s in rng.sample(PLACEMENTS, 4)]))
+    for variable, region in enumerate(used, start=2):
+        rows = [(), *[(s,) for s in rng.sample(PLACEMENTS, 2)], tuple(rng.sample(PLACEMENTS, 2))]
+        copies.add_use(variable, region, interned.needs(rows))
     return copies
 
 
-def least(copies: tables.Copies) -> np.ndarray:
-    """The least cost under each value of the producer's variables and those of both users."""
-    graph = FactorGraph([3, 3, 4, 4])
+def least_of_tables(copies: tables.Copies, count: int) -> np.ndarray:
+    """The least cost under each value of the producer's variables and those of its users."""
+    graph = FactorGraph([2, 2, *[4] * count])
     copies.enter(graph, {})
-    others = [range(n) for n in graph.sizes[4:]]
-    own = itertools.product(*map(range, graph.sizes[:4]))
-    costs = [min(graph.cost((*values, *more)) for more in itertools.product(*others)) for values in own]
-    return np.array(costs)
+    first = len(graph.sizes) - count - 2
+    problem = Elimination(graph)
+    for v in range(len(graph.sizes) - first, len(graph.sizes)):
+        problem.eliminate(v)
+    total = np.zeros(graph.sizes[: 2 + count])
+    for scope, table in problem.tables.items():
+        total = total + table.reshape([n if v in scope else 1 for v, n in enumerate(total.shape)])
+    return total
+
+
+def least_of_sequences(copies: tables.Copies, used: Sequence[str], values: Sequence[int]) -> float:
+    """The least cost of all sequences of reshards: Dijkstra's algorithm over the sets of copies in each region."""
+    home, row = copies.home, lambda rows, value: rows.classes[rows.of[value]]
+    own, again = (row(rows, value) for rows, value in zip(copies.made, values, strict=False))
+    needed = {region: set() for region in REGIONS}
+    for (_, region, rows), value in zip(copies.uses, values[2:], strict=True):
+        needed[region] |= {*row(rows, value)}
+    universe = list(dict.fromkeys([*copies.placements(), home]))
+    universe = list(dict.fromkeys([*universe, *[stored(s, home) for s in universe]]))
+    costs = distances(universe, copies.itemsize, copies.balance)
+    between = {(a, b): costs[n, m] for n, a in enumerate(universe) for m, b in enumerate(universe)}
+    queue, settled = [(0.0, 0, 0, frozenset(own))], set()
+    while queue:
+        cost, _, region, there = heappop(queue)
+        if (region, there) in settled:
+            continue
+        settled.add((region, there))
+        following = []
+        if needed[REGIONS[region]] <= there:
+            if region:
+                return cost
+            lasting = [s for s in there if not copies.regather or s.local_size <= home.local_size]
+            following.append((cost, 1, frozenset([*lasting, *again])))
+        for s in universe:
+            if s not in there and there:
+                following.append((cost + min(between[a, s] for a in there), region, there | {s}))
+        for entry in following:
+            heappush(queue, (entry[0], len(settled) * 100 + len(queue), *entry[1:]))
+    return np.inf
 
 
 @pytest.mark.parametrize("regather", [False, True], ids=["copies of any size last", "small copies last"])
-@pytest.mark.parametrize("seed", range(6))
-def test_shared_sets_cost_what_trees_cost(seed: int, regather: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = drawn(random.Random(seed), regather)
-    trees = least(copies)
-    monkeypatch.setattr(tables, "DIRECT_ENTRIES", 0)
-    sets = least(copies)
-    if regather:  # a set may have a small copy of a large one, for later regions; a tree has free slices alone
-        assert (sets <= trees + 1e-6).all()
-    else:
-        np.testing.assert_allclose(sets, trees)
+@pytest.mark.parametrize("used", USED)
+def test_shared_copies_cost_what_the_cheapest_sequence_of_reshards_costs(used: str, regather: bool) -> None:
+    for seed in range(draws(2, 12)):
+        rng = random.Random(f"{used} {regather} {seed}")
+        copies = drawn(rng, regather, USED[used])
+        least = least_of_tables(copies, len(USED[used]))
+        for _ in range(draws(6, 40)):
+            values = [rng.randrange(n) for n in least.shape]
+            exact = least_of_sequences(copies, USED[used], values)
+            assert least[tuple(values)] == pytest.approx(exact, abs=1e-3), values
 
 
 def test_regions_follow_one_another() -> None:

@@ -30,10 +30,10 @@ from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.selection import where
 
 # Operations that are finite, with their gradients, where operands are zero.
-_FINITE = frozenset(
-    "abs add add_n cast ceil cos equal erf floor greater greater_equal less less_equal logical_and logical_not "
-    "logical_or maximum minimum multiply negative not_equal relu relu_grad round sigmoid sign sin square subtract tanh "
-    "where".split()
+_FINITE = (
+    *("abs", "add", "add_n", "cast", "ceil", "cos", "equal", "erf", "floor", "greater", "greater_equal", "less"),
+    *("less_equal", "logical_and", "logical_not", "logical_or", "maximum", "minimum", "multiply", "negative"),
+    *("not_equal", "relu", "relu_grad", "round", "sigmoid", "sign", "sin", "square", "subtract", "tanh", "where"),
 )
 _ALONG_ANOTHER = (SLICE, SHIFT, PAD)  # along one dim; element by element along all others
 
@@ -83,9 +83,10 @@ def restored(parts: Sequence[Part], dim: Dimension, like: Tensor) -> Tensor | No
     value, such as `jnp.roll`, a part must be longer than half the dim: it is computed over the whole of it.
 
     Args:
-      parts: all parts, in order; those that are tensors have the dim, with any number of elements.
+      parts: all parts, in order, some of them possibly empty; tensors have the dim, with any number of elements.
       like: a tensor with the dtype and, but for the size of `dim`, the dims of the result.
     """
+    parts = [p for p in parts if p.begin < p.end]
     result = _shifted(parts, dim)
     longest = max([p.end - p.begin for p in parts if isinstance(p.value, Tensor)], default=0)
     if result is None and 2 * longest > dim.size:
@@ -94,8 +95,7 @@ def restored(parts: Sequence[Part], dim: Dimension, like: Tensor) -> Tensor | No
 
 
 def _shifted(parts: Sequence[Part], dim: Dimension) -> Tensor | None:
-    """The one shift of a tensor that the parts are, with zeros or the elements of the other end; None if they are not.
-    """
+    """The shift of one tensor that equals the parts, if any: zeros enter, or the elements of the other end."""
     tensors = [(p, p.value) for p in parts if isinstance(p.value, Tensor)]
     moves = {}
     for p, t in tensors:
@@ -123,7 +123,7 @@ def restored_range(t: Tensor, begin: int, dim: Dimension) -> Tensor | None:
         return None
     moved = [Part(max(p.begin - begin, 0), min(p.end - begin, dim.size), p.value, p.offset - begin)
              for p in concatenated(*zip(*pieces, strict=True))]  # fmt: skip
-    return restored([p for p in moved if p.begin < p.end], dim, t)
+    return restored(moved, dim, t)
 
 
 def _pieces(t: Tensor, name: str) -> list[tuple[Tensor | float, int]]:
@@ -173,13 +173,12 @@ def _range(t: Tensor, name: str | None, size: int) -> _Range | None:
 def _cut_from(t: Tensor, name: str | None, begin: int, count: int) -> tuple[Tensor, str | None, int] | None:
     """(operand, dim, first element) where `count` elements of an operation's result are elements of that operand."""
     op = t.operation
-    if op.opdef in (CONCAT, PAD, SLICE, SHIFT) and op.attrs["dim"] == name:
-        starts = {
-            CONCAT: lambda: [p.begin for p in concatenated(op.inputs, [x.shape.dim(name).size for x in op.inputs])],
-            PAD: lambda: [op.attrs["before"]],
-            SLICE: lambda: [-op.attrs["begin"]],
-            SHIFT: lambda: [op.attrs["offset"]],
-        }[op.opdef]()
+    if name is not None and op.opdef in (CONCAT, PAD, SLICE, SHIFT) and op.attrs["dim"] == name:
+        if op.opdef is CONCAT:
+            starts = [p.begin for p in concatenated(op.inputs, [x.shape.dim(name).size for x in op.inputs])]
+        else:
+            of = {PAD: "before", SLICE: "begin", SHIFT: "offset"}[op.opdef]
+            starts = [-op.attrs[of] if op.opdef is SLICE else op.attrs[of]]
         for x, start in zip(op.inputs, starts, strict=True):
             if start <= begin and begin + count <= start + x.shape.dim(name).size:
                 return x, name, begin - start
@@ -235,12 +234,8 @@ class _Whole:
         if name != self.dim.name and self.dim.name in t.shape:
             return None
         op = t.operation
-        if op.opdef is CONSTANT:
-            return constant_shaped(op.attrs["value"], Shape([d for d in t.shape if d.name != name]), t)
-        if op.opdef is TABLE and name is not None:
-            return self._table(t, name, offset)
-        if op.opdef is RANGE:
-            return cast(subtract(positions(self.dim), offset), t.dtype)
+        if not op.inputs:
+            return None if name is None else self._source(t, name, offset)
         if op.opdef in (TRANSPOSE, BROADCAST):
             dropped = self.single and name is not None and name not in op.inputs[0].shape
             return self.of(op.inputs[0], None if dropped else name, offset)
@@ -251,8 +246,14 @@ class _Whole:
             return self.of(op.inputs[0], op.attrs["old"], offset)
         if op.opdef is SLICE and op.attrs["dim"] == name:
             return self.of(op.inputs[0], name, offset - op.attrs["begin"])
+        return self._by_element(t, name, offset)
+
+    def _by_element(self, t: Tensor, name: str | None, offset: int) -> Tensor | None:
+        """An operation whose element at a position along the dim depends on those of its operands there."""
+        op = t.operation
         along = op.attrs["old"] if op.opdef is RENAME else op.attrs["dim"] if op.opdef in _ALONG_ANOTHER else None
-        if along == name or (along is None and (op.opdef.kind is not Kind.ELEMENTWISE or op.opdef.name == "one_hot")):
+        by_element = op.opdef.kind is Kind.ELEMENTWISE and op.opdef.name != "one_hot"
+        if not by_element and along in (None, name):
             return None
         wholes = [w for w in [self.of(x, name, offset) for x in op.inputs] if w is not None]
         if len(wholes) < len(op.inputs):
@@ -271,9 +272,16 @@ class _Whole:
         one, at = constant_like(1, whole, whole.dtype), positions(self.dim)
         return where(less(at, offset), one, where(less(at, offset + size), whole, one))
 
-    def _table(self, t: Tensor, name: str, offset: int) -> Tensor | None:
-        """Known elements, repeated at both ends."""
-        axis, array = t.shape.index(name), t.operation.attrs["value"].array
+    def _source(self, t: Tensor, name: str, offset: int) -> Tensor | None:
+        """Constants, positions, and known elements, which are repeated at both ends."""
+        op = t.operation
+        if op.opdef is CONSTANT:
+            return constant_shaped(op.attrs["value"], Shape([d for d in t.shape if d.name != name]), t)
+        if op.opdef is RANGE:
+            return cast(subtract(positions(self.dim), offset), t.dtype)
+        if op.opdef is not TABLE:
+            return None
+        axis, array = t.shape.index(name), op.attrs["value"].array
         at = np.clip(np.arange(self.dim.size) - offset, 0, array.shape[axis] - 1)
         dims = [self.dim if d.name == name else d for d in t.shape]
         return table(beside(t), np.take(array, at, axis), Shape(dims), t.dtype, None)

@@ -210,7 +210,7 @@ def _padded(t: Tensor, d: Dimension, pads: tuple[int, int, int], value: float) -
     begin, end = max(0, -before), size - max(0, -after)
     t, before, after = slice(t, begin, end - begin, d.name), max(0, before), max(0, after)
     parts = concatenated([value, t, value], [before, end - begin, after])
-    whole = restored([p for p in parts if p.begin < p.end], Dimension(d.name, before + end - begin + after), t)
+    whole = restored(parts, Dimension(d.name, before + end - begin + after), t)
     return pad(t, [before, after], d.name, value) if whole is None else whole
 
 
@@ -401,14 +401,12 @@ def _update(w: StepWriter, step: CodeStep) -> Tensor:
     missing = [d for d in w.shape([a for n, a in enumerate(out.axes) if n != at]) if d in p.shape and d not in t.shape]
     t = broadcast(t, [*missing, *t.shape])  # in the order of `t`, so that the large operand is not transposed
     p = broadcast(p, [Dimension(one.name, part.shape[at]) if d == one else d for d in t.shape])
-    begin, size = _begin(w, step.ins[2 + at], x.shape[at] - part.shape[at]), x.shape[at]
-    if isinstance(begin, int):
-        end = begin + part.shape[at]
-        parts = [Part(0, begin, t), Part(begin, end, p, begin), Part(end, size, t)]
-        whole = restored([part for part in parts if part.begin < part.end], one, t) if part.shape[at] * 2 > size else None
-        if whole is not None:
-            return w.apart(whole, out.axes[at])
-    return w.apart(update_slice(t, p, one, begin), out.axes[at])
+    size, count = x.shape[at], part.shape[at]
+    begin, whole = _begin(w, step.ins[2 + at], size - count), None
+    if isinstance(begin, int) and 2 * count > size:  # smaller parts are written in place
+        end = begin + count
+        whole = restored([Part(0, begin, t), Part(begin, end, p, begin), Part(end, size, t)], one, t)
+    return w.apart(update_slice(t, p, one, begin) if whole is None else whole, out.axes[at])
 
 
 rule("dynamic_update_slice", axes=_update_axes, write=_update)

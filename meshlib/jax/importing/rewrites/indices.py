@@ -147,8 +147,11 @@ _JOINED: dict[str, tuple[Any, Any]] = {
 
 # How a scatter joins an element with its update; None if the update replaces it.
 _JOINS: dict[str, Any] = {
-    "scatter": None, "scatter-add": lax.add, "scatter_add": lax.add, **{kind: join for kind, (join, _) in _JOINED.items()}
-}  # fmt: skip
+    "scatter": None,
+    "scatter-add": lax.add,
+    "scatter_add": lax.add,
+    **{kind: join for kind, (join, _) in _JOINED.items()},
+}
 
 
 def _scattered_axes(
@@ -169,8 +172,8 @@ def _window_update(step: CodeStep) -> Function | None:
     known = step.ins[1].elements
     if known is None or len(indices) != 1 or d.operand_batching_dims or len(updates_shape) != len(d.update_window_dims):
         return None
-    sizes = iter(updates_shape)
-    sizes = [1 if n in d.inserted_window_dims else next(sizes) for n in range(len(x_shape))]
+    left = iter(updates_shape)
+    sizes = [1 if n in d.inserted_window_dims else next(left) for n in range(len(x_shape))]
     begins = [0] * len(x_shape)
     for n, begin in zip(d.scatter_dims_to_operand_dims, known.tolist(), strict=True):
         begins[n] = begin
