@@ -123,10 +123,7 @@ def _under_load(
 
 
 def _compiled_moves(program: Program, compiled: Any) -> CompiledCollectives:
-    """The collectives of a compiled program.
-
-    Raises: GraphError for anything else, or a compilation of another program.
-    """
+    """The collectives of a compiled program; GraphError for anything else, and for another program."""
     if not callable(getattr(compiled, "kept_moves", None)):
         raise GraphError(f"estimate: compiled is what mtf.compile_for returned, got {compiled!r:.80}")
     if compiled.program is not program:

@@ -33,10 +33,7 @@ def move(step: Step, x: Array, context: TraceContext) -> Array:
 
 
 def _all_gather(step: Step, x: Array, context: TraceContext) -> Array:
-    """All blocks of a group, concatenated along a dim; the dims on either side of it are merged for the transfer.
-
-    XLA would otherwise copy stacked weights, such as those of all heads, into the layout that suits the gather.
-    """
+    """All blocks of a group along a dim; its neighbours are merged, or XLA would copy stacked weights first."""
     if step.dim is None:
         return _gather_dims(step, x)
     dim, count = _dim(step), context.mesh.group_size(step.axes)

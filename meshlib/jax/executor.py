@@ -83,10 +83,7 @@ class Executor(Interpreter[Array, TraceContext]):
             values.update(zip(tied, arrays, strict=True))
 
     def _updates_before(self, program: Program, i: Compute, values: dict[Value, Array]) -> None:
-        """Before a large result outside loops, have the compiler compute the updates that the plan has by then.
-
-        Gradients that are updated first would otherwise be held until after it.
-        """
+        """Have the compiler compute the updates due before a large result: it would hold their gradients."""
         if self._late is None:
             self._late = [*program.updates.values()]
             self._large_bytes = sum(v.local_bytes for v in self._late) // _SHARE

@@ -223,10 +223,7 @@ def _explained(text: str, compiled: Any, slice: Any, mesh: Any) -> Explained:
 
 
 def _slices_of(module: Module, mesh: Mesh, slice_: Slice) -> int:
-    """The number of slices for which a module was compiled per slice; 1 for a module that numbers all devices.
-
-    Raises: ProgramError where slices join otherwise than along the first axis of the mesh.
-    """
+    """The number of slices for which a module was compiled per slice; 1 for a module that numbers all devices."""
     if slice_.slices == 1 or module.devices * slice_.slices != mesh.size:
         return 1
     if mesh.sizes[0] % slice_.slices:
@@ -341,10 +338,7 @@ def _placement(
 
 
 def _refined(mesh: Mesh, parts: Sequence[Part]) -> tuple[dict[str, int], dict[Part, tuple[str, ...]]]:
-    """The mesh with axes cut at the boundaries of parts, and each part in terms of the new axes.
-
-    Raises: ProgramError for parts that overlap without one holding the other.
-    """
+    """The mesh with axes cut at the boundaries of parts, which nest or are apart, and each part in the new axes."""
     sizes: dict[str, int] = {}
     pieces: dict[str, list[tuple[str, int, int]]] = {}
     for axis, size in mesh.sizes_by_axis.items():

@@ -120,10 +120,7 @@ class LoopTrip:
 
 
 def _single_updates(body: Program, in_place: Mapping[str, str]) -> dict[str, Compute]:
-    """Results of a body that update part of a slice of a stack -> the instruction that does.
-
-    They write directly to the stack: XLA would copy a slice that is updated and put back.
-    """
+    """Results of a body that update part of a slice of a stack -> the instruction, which writes to the stack."""
     makers = {y: i for i in body.instructions for y in i.outputs}
     updates: dict[str, Compute] = {}
     for end, start in in_place.items():

@@ -244,11 +244,7 @@ class _PipelineLoop:
         return [table(current_graph("pipeline"), np.array(turns, np.int32), shape, INT32, "turns")]
 
     def _beside(self) -> list[Tensor]:
-        """The tensors `beside` x, for the microbatch of each trip and stage: [trip, stage, ...].
-
-        All stages get theirs before the loop: each microbatch is sent once, and its gradient is summed once after the
-        loop instead of being added to that of all microbatches in every trip.
-        """
+        """The tensors `beside` x per trip and stage, sent once before the loop; gradients are summed once after it."""
         if not self.beside:
             return []
         places = [[0 if turn is None else turn.microbatch for turn in row] for row in self.plan.turns]

@@ -140,10 +140,7 @@ class StackBlocks:
         return self._attend(x, memory, self.memory_mask, None, scores, cache, name)
 
     def _kernel(self) -> str:
-        """The attention kernel: fused for decoding, where no gradient needs the scores.
-
-        Materialised scores would add a few percent to the traffic of a step.
-        """
+        """The attention kernel: fused for decoding, where no gradient needs the scores."""
         decoding = self.caches is not None and self.caches.decoding
         return "flash" if decoding else self.config.attention
 

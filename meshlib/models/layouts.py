@@ -222,10 +222,7 @@ def _weight_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
 
 
 def _stage_rules(config: TransformerConfig, axis: str, size: int) -> LayoutRules:
-    """Rules for pipeline stages, and for microbatches before and after the pipeline.
-
-    Stages of a decoder without experts may have different numbers of layers, with the schedules of training steps.
-    """
+    """Rules for pipeline stages, of equal or different numbers of layers, and for microbatches around them."""
     front, faults = config.dense_front, []
     uneven = config.kind == "decoder" and config.experts is None and config.layers >= size
     for name, count in stacks(config):

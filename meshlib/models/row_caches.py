@@ -74,10 +74,7 @@ class RowCaches(Caches):
         return CachedArray.declared(name, [*dims[:-1], pages, dims[-1]], x.dtype.name, self)
 
     def _with_rows(self, held: Tensor, part: Tensor) -> Tensor:
-        """New values of a variable with the new tokens of all rows.
-
-        If rows have their own slots, slots after a row's last token are overwritten before they become visible.
-        """
+        """New values of a variable with all rows' new tokens; slots behind a row's last one are not visible."""
         if self.table is None:
             return update_slice(held, part, self.slots, self._first_slots(), out_of_range="drop")
         length = length_of(part)

@@ -64,10 +64,7 @@ def files_of(paths: Paths) -> list[str]:
 
 
 def _files_of_name(name: str, sets: ManifestSets) -> list[str]:
-    """The files selected by one name: a folder, a file, a pattern, or a set such as "name@10".
-
-    Raises: DataError for an empty folder, a pattern without a match, and a file missing from its set's manifest.
-    """
+    """The files selected by one name: a folder, a file, a pattern, or a set such as "name@10"."""
     if os.path.isdir(name):
         # Names of temporary files, which may be left by killed writers, begin with a dot.
         visible = sorted(str(p) for p in Path(name).iterdir() if p.is_file() and not p.name.startswith("."))

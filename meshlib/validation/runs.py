@@ -280,10 +280,7 @@ def _batch(row: Row, slice_: Slice) -> tuple[int, int]:
 
 
 def _padded(run: Run) -> tuple[str, ...]:
-    """The assumption made about a batch that does not divide over the devices.
-
-    Raises: NotExpressed for fewer sequences than devices that share them.
-    """
+    """The assumption made about a batch that does not divide over the devices; NotExpressed for fewer sequences."""
     if run.padded_batch == run.batch:
         return ()
     parts = math.prod(run.axis(name) for name in _BATCH_AXES)

@@ -71,10 +71,7 @@ def _terms(op: Operation) -> int:
 
 
 def _only_selects(op: Operation, y: Array, inputs: Sequence[Array]) -> bool:
-    """True if a result consists of elements of the operands, of either sign, zeros, ones and given numbers.
-
-    Then nothing is rounded, and a comparison with the operand must find equal elements.
-    """
+    """True if a result has elements of the operands, of either sign, zeros, ones and given numbers alone."""
     if op.opdef.kind in ON_MXU:
         return False
     given = [x for a in op.attrs.values() for x in (a if isinstance(a, tuple) else (a,)) if isinstance(x, int | float)]

@@ -45,10 +45,7 @@ def _for(tokens: tuple[int, int] | None) -> str:
 
 
 def _reason(first: Estimate, second: Estimate, change: float, share: float) -> str:
-    """The largest change in the direction of the step's, and the largest opposite one, if significant.
-
-    Times of the second are scaled by `share`, for equal numbers of tokens.
-    """
+    """The largest change in the step's direction, and the largest opposite one; `share` scales times of the second."""
     if abs(change) < SAME:
         return ""
     sign = 1 if change > 0 else -1

@@ -45,10 +45,7 @@ def plan_of(
 
 @dataclass(frozen=True)
 class _Whole:
-    """Context shared by a program and the bodies of its loops.
-
-    `forward`: names of the forward pass's operations.
-    """
+    """Context shared by a program and its loops' bodies; `forward` names the operations of the forward pass."""
 
     network: Network
     forward: frozenset[str]
@@ -64,10 +61,7 @@ def _planned(
     region: str | None,
     loop: Loop | None = None,
 ) -> UnitPlan:
-    """The plan of a program, or of the body of `loop`.
-
-    `region` is that of the loop or of an enclosing one, unless it is in the forward pass.
-    """
+    """The plan of a program or a loop's body; `region`: the loop's, or an enclosing one's, unless that is forward."""
     planner = _UnitPlanner(program, whole, recent, in_place, region, Stored(program, loop))
     units = [planner.unit(n, members) for n, members in enumerate(kernels_of(program))]
     recent.close(units)

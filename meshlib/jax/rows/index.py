@@ -62,10 +62,7 @@ def _gather(part: RowContext, weights: Array, indices: Array) -> Array:
 
 
 def _selected(weights: Array, chosen: Array, names: Sequence[Names], dim: str, out: Names) -> Array:
-    """One element per row as a masked sum along `dim`, which XLA fuses with other passes over the rows.
-
-    A gather of single numbers is not fused: a cast or product before it would have to be stored for it.
-    """
+    """One element per row as a masked sum along `dim`, which XLA fuses with its neighbours, other than a gather."""
     w_names, i_names = names
     space = (*i_names, dim)
     rows, at = aligned(weights, w_names, space), jnp.arange(weights.shape[w_names.index(dim)])

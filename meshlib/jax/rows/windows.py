@@ -93,10 +93,7 @@ def _inside(part: RowContext, n: int, dim: str, x: Array, fill: Any = 0) -> Arra
 
 
 def _before(part: RowContext, slide: Slide, first: tuple[int, str], second: tuple[int, str] | None, out: str) -> Index:
-    """The slide's `before` relative to these blocks: an int if it is the same on every device.
-
-    `first`, `second`: an operand and its dim; `out`: the dim of the result.
-    """
+    """The slide's `before` relative to these blocks: an int if all devices have the same; `out`: the result's dim."""
     lower, halo = part.operation.opdef.lower, first[1] == out
     runs = [None if at is None else part.runs[at[0]].get(at[1]) for at in (first, second)]
     first_index: Index = slide.before

@@ -253,10 +253,7 @@ def _size(x: Tensor) -> int:
 
 
 def _is_plain_product(op: Operation) -> bool:
-    """An einsum without batch dims: a product with weights, not one per head.
-
-    Dims over which the loop stacks all variables, such as the stages of a pipeline, are not counted.
-    """
+    """An einsum without batch dims except those of stacked variables, such as stages: a product with weights."""
     if op.opdef.kind is not Kind.CONTRACTION:
         return False
     a, b, *_ = op.inputs

@@ -152,10 +152,7 @@ class _Inputs:
 
 
 def _chunks(lead: int, rows: int, item_bytes: int) -> Iterator[tuple[int, int, int, int]]:
-    """Ranges of the lead, and of the first axis within one of them, whose windows fill a chunk: (begin, end, from, to).
-
-    `item_bytes`: size of the windows of one index of that axis.
-    """
+    """Ranges of the lead and, within one, of the first axis whose windows fill a chunk: (begin, end, from, to)."""
     whole = _CHUNK_BYTES // max(1, item_bytes * rows)
     if whole:
         for begin in range(0, lead, whole):
