@@ -17,6 +17,8 @@ def whole(name: str, value: object, low: int = 0) -> int:
       >>> whole("rows", 128, low=1)
       128
     """
+    if type(value) is int and value >= low:  # the usual case, without a look at abstract classes
+        return value
     if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
         raise HardwareError(f"{name} must be an integer >= {low}, not {value!r}")
     return int(value)
@@ -30,6 +32,8 @@ def amount(name: str, value: object, positive: bool = False) -> float:
       >>> amount("seconds", 0.5)
       0.5
     """
+    if type(value) is float and 0 < value < math.inf:  # the usual case, without a look at abstract classes
+        return value
     bound = "> 0" if positive else ">= 0"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise HardwareError(f"{name} must be a finite number {bound}, not {value!r}")

@@ -15,7 +15,6 @@ from meshlib.core.opdef import Kind
 from meshlib.jax.context import Array, Reported, Stack, TraceContext, passed_checks
 from meshlib.jax.placing import in_rows
 from meshlib.jax.table import row_of
-from meshlib.program.analysis.buffers import rewritten
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
 from meshlib.program.records import Program
 
@@ -35,7 +34,7 @@ class LoopTrip:
         self.given = dict(zip(body.inputs.values(), inputs, strict=True))
         self.begin = [self.given[body.inputs[name]] for name, _ in i.carries]
         self.sliced = {name: (self.given.pop(body.inputs[name]), i.slice_axis(name)) for name in i.slices}
-        self.in_place = rewritten(i)
+        self.in_place = i.rewritten
         self.rewritten = {end: self.sliced.pop(start)[0] for end, start in self.in_place.items()}
         self.updates = _single_updates(body, self.in_place)
         self.of_variables = {

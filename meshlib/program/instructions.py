@@ -346,6 +346,13 @@ class Loop(Instruction):
 
         return plan_buffers(self.body, self)
 
+    @cached_property
+    def rewritten(self) -> dict[str, str]:
+        """Stacks that may share the memory of slices: result of the body -> slice that it partially updates."""
+        from meshlib.program.analysis.buffers import rewritten_slices
+
+        return rewritten_slices(self)
+
     @property
     def buffers(self) -> tuple[Buffer, ...]:
         """Shared buffers with their live ranges during a trip."""

@@ -144,7 +144,7 @@ class Program(Shown):
         """All collectives, in order, with bytes and reasons."""
         return Collectives(_collectives(self))
 
-    @property
+    @cached_property
     def sent_bytes(self) -> int | float:
         """Bytes sent by the busiest device in one run of the program, over all collectives. Exact.
 

@@ -215,7 +215,10 @@ class _SchedulePass:
 
     def _operands_ready(self, unit: Unit) -> float:
         """Time at which all operands of a unit are available."""
-        return max((self.ready.get(x, 0.0) for x in unit.inputs), default=0.0)
+        ready = 0.0
+        for x in unit.inputs:
+            ready = max(ready, self.ready.get(x, 0.0))
+        return ready
 
     def _event(self, unit: Unit, start: float, end: float, **what: Any) -> Event:
         """Record an event of a unit."""

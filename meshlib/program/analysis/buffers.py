@@ -79,7 +79,7 @@ def stored_values(program: Program, loop: Loop | None = None) -> StoredValues:
         written = frozenset(program.outputs[name] for name in loop.stacks) - carried.keys()
         given = {*program.inputs.values()}
         old |= {new: before for new, before in carried.items() if new not in given}
-        old |= {program.outputs[end]: program.inputs[start] for end, start in rewritten(loop).items()}
+        old |= {program.outputs[end]: program.inputs[start] for end, start in loop.rewritten.items()}
     for new, before in [*old.items()]:
         chain = [*_update_chain(makers, new)]
         if before in chain:  # partial updates in sequence share one buffer
@@ -109,9 +109,8 @@ def _updated_operand(i: Instruction | None, v: Value) -> Value | None:
     return i.inputs[list(body.inputs).index(begin)]
 
 
-def rewritten(loop: Loop) -> dict[str, str]:
-    """Stacks of a loop that may share the memory of its slices: result of the body -> slice that it partially
-    updates."""
+def rewritten_slices(loop: Loop) -> dict[str, str]:
+    """`Loop.rewritten`."""
     body, slice_of_carry = loop.body, dict[str, str]()
     makers = {y: i for i in body.instructions for y in i.outputs}
     slices = {body.inputs[name]: name for name in loop.slices if loop.slice_axis(name) == 0}
@@ -130,7 +129,7 @@ def written_inside(loop: Loop, in_place: frozenset[Value]) -> frozenset[Value]:
     body, copied = loop.body, set[Value]()
     makers = {y: i for i in body.instructions for y in i.outputs}
     stacks = dict(zip(loop.stacks, loop.outputs[len(loop.carries) :], strict=True))
-    for end in rewritten(loop):
+    for end in loop.rewritten:
         if stacks[end] not in in_place:
             copied.update(_update_chain(makers, body.outputs[end]))
     return loop.memory_plan.in_place - copied
@@ -223,7 +222,7 @@ class _Planner:
         end = i.stacks[k - len(i.carries)]
         plan, v = i.memory_plan, i.body.outputs[end]
         within = v in plan.in_place or v in plan.stored.unstored  # written by a trip directly into the stack
-        return [given[start] for name, start in rewritten(i).items() if name == end and within]
+        return [given[start] for name, start in i.rewritten.items() if name == end and within]
 
     def _reusable_buffers(self, i: Instruction, k: int, y: Value) -> Iterator[Buffer]:
         """Buffers that the result may reuse: that of the value it renames, or of a dying operand of its size."""

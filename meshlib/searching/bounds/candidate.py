@@ -34,7 +34,6 @@ from meshlib.estimation.time.physics import CALIBRATED, Physics
 from meshlib.estimation.work.products import attention_of, mxu_dtype
 from meshlib.estimation.work.stored_values import Origins
 from meshlib.lowering.assigned import scope_of
-from meshlib.program.analysis.buffers import rewritten
 from meshlib.program.instructions import Compute, Loop, Value
 from meshlib.program.records import Program, walk
 from meshlib.searching.bounds.core_time import CoreTime
@@ -372,6 +371,6 @@ def _moments(program: Program) -> Iterator[list[Value]]:
 def _stacked_by(loop: Loop, program: Program) -> list[Value]:
     """The results that a loop stacks in new memory, not in that of a slice, a variable or a carry."""
     placed = {*program.updates.values(), *(program.outputs.values() if program.is_body else ())}
-    over = rewritten(loop)
+    over = loop.rewritten
     stacks = zip(loop.stacks, loop.outputs[len(loop.carries) :], strict=True)
     return [y for name, y in stacks if name not in over and y not in placed and not y.tensor.on_host]
