@@ -14,7 +14,7 @@ from meshlib.core.documents import FLAG, NUMBER, POSITIVE, RECORD, SIZE, TEXT, S
 from meshlib.core.errors import CheckpointError, GraphError, MeshlibError, nearest
 from meshlib.layers.positions import RotaryScaling
 from meshlib.models.config import TransformerConfig
-from meshlib.sharing.foreign_families import ABSENT, FAMILIES, SCHEMA, TEXT_MODELS, notes
+from meshlib.sharing.foreign_families import ABSENT, FAMILIES, SCALINGS, SCHEMA, TEXT_MODELS, notes, rope_of
 
 Fields = Mapping[str, Any]
 WHAT = "read_config"
@@ -28,7 +28,7 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
     """The model that a Hugging Face config.json describes.
 
     Llama 2 to 4, Mistral, Mixtral, Gemma 1 to 4, Qwen 2 and 3 with their experts, DeepSeek 2 and 3, Kimi K2, GPT-OSS,
-    OLMo 2 and 3, OLMoE, GPT-2 and T5. For multimodal Llama 4, Gemma 3 and 4 it is the text model, with a name that ends
+    OLMo 2 and 3, OLMoE, Phi 3 and 4, GPT-2 and T5. For multimodal Llama 4, Gemma 3 and 4 it is the text model, with a name that ends
     in "-text". `config_notes` lists the features of a file that the result leaves out.
 
     Args:
@@ -116,19 +116,15 @@ def _text_model(given: Fields, target: str) -> Fields:
 
 def _as_llama(given: Fields) -> Fields:
     """A family's fields as Llama's reader expects them: name of the activation, rope settings of full attention."""
-    plain = {k: v for k, v in given.items() if k not in ("rope_scaling", "rope_parameters")}
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = given.get(key)
-        if isinstance(rope, dict) and isinstance(rope.get("full_attention"), dict):
-            rope = rope["full_attention"]  # Gemma: one entry per kind of layer
-        # Rotary angles cost nothing: unknown settings are dropped.
-        known = rope is not None and rope.get("rope_type", rope.get("type", "default")) in SCALINGS
-        plain[key] = {k: v for k, v in rope.items() if k not in _ANGLES} if known and rope is not None else None
+    plain = {k: v for k, v in given.items() if k not in ("rope_scaling", "rope_parameters", *_ANGLES)}
+    rope = rope_of(given)
+    # Rotary angles cost nothing: unknown settings are dropped, and named by `notes`.
+    known = rope.get("rope_type", rope.get("type", "default")) in SCALINGS
+    plain["rope_parameters"] = {k: v for k, v in rope.items() if known and k not in _ANGLES}
     plain["hidden_act"] = given.get("hidden_activation") or given.get("hidden_act") or "silu"
     return plain
 
 
-SCALINGS = ("default", "linear", "llama3", "yarn")
 _ANGLES = ("truncate", "partial_rotary_factor")
 ROPE: Schema = {
     **{name: TEXT.optional() for name in ("rope_type", "type")},

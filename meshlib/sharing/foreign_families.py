@@ -39,6 +39,9 @@ ABSENT: Mapping[str, str] = MappingProxyType(
     }
 )
 
+SCALINGS = ("default", "linear", "llama3", "yarn")  # of rotary positions
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attention_dropout")
+
 _SIZES = (
     *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size_mlp", "global_head_dim"),
@@ -55,7 +58,7 @@ SCHEMA: Schema = {
     **{n: FLAG.optional() for n in ("use_sliding_window", "attention_k_eq_v", "mlp_bias")},
     **{n: POSITIVE.optional() for n in ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar")},
     **{n: NUMBER.optional() for n in ("attn_logit_softcapping", "final_logit_softcapping", "routed_scaling_factor")},
-    **{n: NUMBER.optional() for n in ("router_aux_loss_coef", "aux_loss_alpha")},
+    **{n: NUMBER.optional() for n in ("router_aux_loss_coef", "aux_loss_alpha", "partial_rotary_factor", *DROPOUTS)},
     **{n: RECORD.optional() for n in ("rope_parameters", "rope_scaling")},
     **{n: TEXT.optional() for n in ("hidden_act", "hidden_activation", "scoring_func", "topk_method")},
     **{n: LIST.optional() for n in ("layer_types", "mlp_only_layers")},
@@ -179,6 +182,11 @@ def _olmoe(fields: Fields) -> dict[str, Any]:
     return {**normed, **_experts(fields, "num_experts", "intermediate_size", routing)}
 
 
+def _phi3(fields: Fields) -> dict[str, Any]:
+    """Phi 3 and 4: Llama whose kernels of queries, keys and values, and of gate and input, are stored as one."""
+    return _plain(fields) if (fields.get("sliding_window") or 0) < fields.get("max_position_embeddings", 2**63) else {}
+
+
 def _gpt_oss(fields: Fields) -> dict[str, Any]:
     alternating = ["sliding_attention", "full_attention"] * fields["num_hidden_layers"]
     routing = {"logit_bias": True, "loss_coef": fields.get("router_aux_loss_coef") or 0.0}
@@ -226,15 +234,34 @@ FAMILIES: Mapping[str, Callable[[Fields], dict[str, Any]]] = MappingProxyType(
     {
         "mistral": _plain, "mixtral": _mixtral, "gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3,
         "gemma4_text": _gemma4, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe, "olmo2": _olmo2,
-        "olmo3": _olmo2, "olmoe": _olmoe, "gpt_oss": _gpt_oss, "llama4_text": _llama4, "deepseek_v2": _deepseek,
+        "olmo3": _olmo2, "olmoe": _olmoe, "phi3": _phi3, "gpt_oss": _gpt_oss, "llama4_text": _llama4, "deepseek_v2": _deepseek,
         "deepseek_v3": _deepseek, "kimi_k2": _deepseek,
     }
 )  # fmt: skip
 
 
+def rope_of(fields: Fields) -> Fields:
+    """The settings of rotary positions; of models with one entry for each kind of layer those of full attention."""
+    rope = {**(fields.get("rope_parameters") or {}), **(fields.get("rope_scaling") or {})}
+    full = rope.get("full_attention")
+    return full if isinstance(full, dict) else rope
+
+
+def _rotary_notes(fields: Fields) -> list[str]:
+    """What the angles of rotary positions lack, which changes logits and no costs."""
+    rope = rope_of(fields)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    share = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
+    out = [] if kind in SCALINGS else [f"rope_scaling of type {kind!r:.40}: angles are not scaled here, at equal cost"]
+    if share != 1.0:
+        out.append(f"partial_rotary_factor={share}: all features of queries and keys turn here, at about equal cost")
+    return out
+
+
 def notes(fields: Fields, kind: str) -> list[str]:
     """Costs of a model that this library does not express."""
-    out = []
+    out = _rotary_notes(fields)
+    out += [f"{name}={fields[name]}: dropout while training; none here" for name in DROPOUTS if fields.get(name)]
     if fields.get("attn_logit_softcapping"):
         out.append(f"attn_logit_softcapping={fields['attn_logit_softcapping']}: a tanh of every attention score")
     if kind == "gpt_oss":

@@ -63,6 +63,16 @@ MODELS: dict[str, tuple[str, Fields, int]] = {
              moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1),
         30_532_122_624,
     ),
+    # microsoft/Phi-3-mini-4k-instruct, phi-4, Phi-4-mini-instruct
+    "phi-3-mini": ("phi3", dims(3072, 32, 32, 32, 8192, 32_064, sliding_window=2047), 3_821_079_552),
+    "phi-4": ("phi3", dims(5120, 40, 40, 10, 17_920, 100_352, sliding_window=None), 14_659_507_200),
+    "phi-4-mini": (
+        "phi3",
+        dims(3072, 32, 24, 8, 8192, 200_064, tie_word_embeddings=True, partial_rotary_factor=0.75,
+             sliding_window=262_144, max_position_embeddings=131_072, original_max_position_embeddings=4096,
+             rope_scaling={"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}),
+        3_836_021_760,
+    ),
     # allenai/Olmo-3-1025-7B, OLMoE-1B-7B-0924
     "olmo-3-7b": (
         "olmo3",
@@ -119,12 +129,18 @@ def test_windows_repeat_as_the_layers_do(tmp_path: Path) -> None:
     assert read_config(saved(tmp_path, *MODELS["olmo-3-7b"][:2])).windows == (4096, 4096, 4096, None)
     assert read_config(saved(tmp_path, *MODELS["gemma-3-1b"][:2])).windows == (*(512,) * 5, None)
     assert read_config(saved(tmp_path, *MODELS["qwen2.5-7b"][:2])).windows == (None,)
+    assert read_config(saved(tmp_path, *MODELS["phi-3-mini"][:2])).windows == (2047,)
+    assert read_config(saved(tmp_path, *MODELS["phi-4-mini"][:2])).windows == (None,)
 
 
 def test_notes_say_what_is_not_expressed(tmp_path: Path) -> None:
     (note,) = config_notes(saved(tmp_path, *MODELS["gemma-2-2b"][:2]))
     assert note == "attn_logit_softcapping=50.0: a tanh of every attention score"
     assert "sinks" in config_notes(saved(tmp_path, *MODELS["gpt-oss-20b"][:2]))[0]
+    scaled, partial = config_notes(saved(tmp_path, *MODELS["phi-4-mini"][:2]))
+    assert "rope_scaling of type 'longrope': angles are not scaled" in scaled
+    assert "partial_rotary_factor=0.75" in partial
+    assert config_notes(saved(tmp_path, *MODELS["phi-4"][:2])) == []
     kind, fields, _ = MODELS["deepseek-v3"]
     assert len(config_notes(saved(tmp_path, kind, {**fields, "num_nextn_predict_layers": 1}))) == 1
 
