@@ -28,8 +28,8 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
     """The model that a Hugging Face config.json describes.
 
     Llama 2 to 4, Mistral, Mixtral, Gemma 1 to 4, Qwen 2 and 3 with their experts, DeepSeek 2 and 3, Kimi K2, GPT-OSS,
-    OLMo 2 and 3, OLMoE, Phi 3 and 4, GPT-2 and T5. For multimodal Llama 4, Gemma 3 and 4 it is the text model, with a name that ends
-    in "-text". `config_notes` lists the features of a file that the result leaves out.
+    OLMo 2 and 3, OLMoE, Phi 3 and 4, GPT-2 and T5. For multimodal Llama 4, Gemma 3 and 4 it is the text model, with
+    a name that ends in "-text". `config_notes` lists the features of a file that the result leaves out.
 
     Args:
       path: the file, or its folder.

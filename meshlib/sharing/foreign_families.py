@@ -234,8 +234,8 @@ FAMILIES: Mapping[str, Callable[[Fields], dict[str, Any]]] = MappingProxyType(
     {
         "mistral": _plain, "mixtral": _mixtral, "gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3,
         "gemma4_text": _gemma4, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe, "olmo2": _olmo2,
-        "olmo3": _olmo2, "olmoe": _olmoe, "phi3": _phi3, "gpt_oss": _gpt_oss, "llama4_text": _llama4, "deepseek_v2": _deepseek,
-        "deepseek_v3": _deepseek, "kimi_k2": _deepseek,
+        "olmo3": _olmo2, "olmoe": _olmoe, "phi3": _phi3, "gpt_oss": _gpt_oss, "llama4_text": _llama4,
+        "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "kimi_k2": _deepseek,
     }
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.paths import ROOT
 
-LARGEST_HTML = 16_000
+LARGEST_HTML = 28_000
 NOTEBOOKS = sorted((ROOT / "examples").rglob("*.ipynb"))
 
 
