@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from layouts import Shape
 from meshlib.core.graph import Tensor
 from meshlib.layers.expert_rows import SENT, ExpertRows
+from meshlib.ops.control.sources import constant_like
 from meshlib.ops.movement.indexing import gather, scatter_add
 from meshlib.ops.movement.indexing import range as positions
-from meshlib.ops.movement.ranking import argsort
 from meshlib.ops.movement.shape import reshape
-from meshlib.ops.pointwise.binary import greater_equal
-from meshlib.ops.pointwise.casts import cast
+from meshlib.ops.pointwise.binary import add, greater_equal, less, logical_and
 from meshlib.ops.pointwise.cumulative import cumsum
 from meshlib.ops.pointwise.reductions import reduce_sum
+from meshlib.ops.pointwise.selection import where
 
 
 def regrouped(x: Tensor, sizes: Tensor, rows: ExpertRows) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
@@ -35,17 +36,24 @@ def regrouped(x: Tensor, sizes: Tensor, rows: ExpertRows) -> tuple[Tensor, Tenso
     parts = ("group_blocks", "cut_blocks") if rows.batch_name else ("cut_blocks",)
     lead, runs = outer[: -len(parts)], outer[-len(parts) :]
     lead += [rows.dim(d.name, part) for d, part in zip(runs, parts, strict=True)]
-    sent, slots = (rows.dim(name, "regrouped") for name in (SENT, places.name))
+    sent, joined = (rows.dim(name, "regrouped") for name in (SENT, places.name))
+    senders = rows.dim("senders", "senders")
+    of_sender = reshape(sizes, [*lead, senders, members])
+    totals = reduce_sum(of_sender, output_shape=[*lead, members])
+    begins, earlier = (cumsum(of_sender, dim, exclusive=True) for dim in (members, senders))
+    moved = add(earlier, cumsum(totals, members, exclusive=True), of_sender.shape) - begins
     with x.graph:
         row = positions(places)
-    is_later = greater_equal(row, cumsum(sizes, members))
-    expert = reduce_sum(cast(is_later, "int32"), output_shape=[*outer, places])
-    order = argsort(reshape(expert, [*lead, slots]), slots)
+    of_expert = logical_and(greater_equal(row, begins), less(row, begins + of_sender))
+    shape = [*lead, senders, places]
+    place = add(reduce_sum(where(of_expert, moved, 0), output_shape=shape), row, shape)
+    filled = less(row, reduce_sum(of_sender, reduced_dim=members))
+    beyond = constant_like(rows.count("regrouped"), sizes, "int32")
+    slot = reshape(where(filled, place, beyond, shape), [*lead, sent])
     together = reshape(x, [*lead, sent, features])
-    by_sender = reshape(sizes, [*lead, rows.dim("senders", "senders"), members])
+    result_shape = Shape([*lead, joined, features])
 
     def apart(y: Tensor) -> Tensor:
-        return reshape(scatter_add(y, order, sent, together.shape, "by_sender"), x.shape)
+        return reshape(gather(y, slot, joined, name="by_sender", out_of_range="zero"), x.shape)
 
-    joined = gather(together, order, sent, name="regrouped")
-    return joined, reduce_sum(by_sender, output_shape=[*lead, members]), apart
+    return scatter_add(together, slot, joined, result_shape, "regrouped", out_of_range="zero"), totals, apart

@@ -17,6 +17,8 @@ from jax import lax
 
 import meshlib as mtf
 from meshlib.layers import Routing, expert_rows
+from meshlib.program.instructions import Compute
+from meshlib.program.records import walk
 from tests.effort import deep, draws
 from tests.oracle import Array, assert_close, draw_layout, run
 
@@ -168,3 +170,15 @@ def test_rows_are_sorted_again_where_that_leaves_out_tiles() -> None:
         kernels = [u.kernel for u in mtf.estimate(program, "v5e-16").plan.units if u.kernel is not None]
         assert computed in {p.batch * p.m for kernel in kernels for p, _ in kernel.matmuls}
         assert not any(i.operation.name in ("moe/regrouped", "moe/by_sender") for i in alone.instructions)
+
+
+def test_nothing_is_sorted_again_in_a_loop_that_keeps_all_values() -> None:
+    config = mtf.models.preset("mixtral-8x7b").reduced()
+    with mtf.Graph():
+        program = mtf.lower(*mtf.models.train_step(config, batch=2, length=4, remat="none"))
+    names = [visit.instruction.operation.name for visit in walk(program) if isinstance(visit.instruction, Compute)]
+    assert [name for name in names if "argsort" in name or name.endswith(("regrouped", "by_sender"))] == [
+        "layers/scan/moe/argsort"
+    ]
+    tokens = {name: np.ones(i.tensor.shape.sizes, "int32") for name, i in program.inputs.items()}
+    assert np.isfinite(mtf.simulate(program).step(tokens)["loss"])
