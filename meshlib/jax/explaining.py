@@ -21,7 +21,7 @@ from meshlib.core.slices import slice_for
 from meshlib.core.text import bytes_text, grid, seconds_text, wrapped
 from meshlib.estimation.work.communication import placed_for
 from meshlib.jax.hlo.collectives import HloCollective, collectives_of
-from meshlib.jax.hlo.groups import Part, axes_of, permuted_axes
+from meshlib.jax.hlo.groups import PartOfAxis, axes_of, permuted_axes
 from meshlib.jax.hlo.reasons import phase_of, reason_of
 from meshlib.jax.hlo.text import Module, damage_as_error, parse
 
@@ -235,8 +235,8 @@ def _slices_of(module: Module, mesh: Mesh, slice_: Slice) -> int:
 
 
 def _with_reasons(
-    module: Module, collectives: Sequence[HloCollective], parts: Sequence[tuple[Part, ...] | None]
-) -> Iterator[tuple[HloCollective, tuple[Part, ...] | None, str]]:
+    module: Module, collectives: Sequence[HloCollective], parts: Sequence[tuple[PartOfAxis, ...] | None]
+) -> Iterator[tuple[HloCollective, tuple[PartOfAxis, ...] | None, str]]:
     for c, axes in zip(collectives, parts, strict=True):
         over = "+".join(map(str, axes)) if axes else "some devices"
         yield c, axes, reason_of(module, c, over)
@@ -244,9 +244,9 @@ def _with_reasons(
 
 def _row(
     c: HloCollective,
-    axes: tuple[Part, ...] | None,
+    axes: tuple[PartOfAxis, ...] | None,
     placement: Placement,
-    names: Mapping[Part, tuple[str, ...]],
+    names: Mapping[PartOfAxis, tuple[str, ...]],
     reason: str,
 ) -> ExplainedCollective:
     seconds = None
@@ -315,15 +315,15 @@ def _own_mesh(compiled: Any) -> Any:
     return next((s.mesh for s in shardings if getattr(s, "mesh", None) is not None), None)
 
 
-def _parts(c: HloCollective, mesh: Mesh) -> tuple[Part, ...] | None:
+def _parts(c: HloCollective, mesh: Mesh) -> tuple[PartOfAxis, ...] | None:
     if STEP_KINDS[c.kind].permutes:
         return permuted_axes(c.groups, mesh)
     return axes_of(c.groups, mesh)
 
 
 def _placement(
-    slice_: Slice, mesh: Mesh, collectives: Sequence[HloCollective], parts: Sequence[tuple[Part, ...] | None]
-) -> tuple[Placement, dict[Part, tuple[str, ...]]]:
+    slice_: Slice, mesh: Mesh, collectives: Sequence[HloCollective], parts: Sequence[tuple[PartOfAxis, ...] | None]
+) -> tuple[Placement, dict[PartOfAxis, tuple[str, ...]]]:
     """The fastest placement of the mesh for these collectives, with axes cut where groups use a part of them."""
     sizes, names = _refined(mesh, [p for axes in parts for p in axes or ()])
     demands = []
@@ -337,7 +337,7 @@ def _placement(
         raise SliceError(f"explain: mesh {mesh} on {slice_.name}: {fault}") from None
 
 
-def _refined(mesh: Mesh, parts: Sequence[Part]) -> tuple[dict[str, int], dict[Part, tuple[str, ...]]]:
+def _refined(mesh: Mesh, parts: Sequence[PartOfAxis]) -> tuple[dict[str, int], dict[PartOfAxis, tuple[str, ...]]]:
     """The mesh with axes cut at the boundaries of parts, which nest or are apart, and each part in the new axes."""
     sizes: dict[str, int] = {}
     pieces: dict[str, list[tuple[str, int, int]]] = {}

@@ -36,7 +36,7 @@ def plan_of(
 
     `compiled`: collectives of a compiled program, which replace the program's own.
     """
-    whole = _Whole(network, forward_names(program), compiler, compiled)
+    whole = _PlanContext(network, forward_names(program), compiler, compiled)
     plan = _planned(program, whole, Recent(), program.memory_plan.in_place, None)
     if plan.kernels == 1:
         _note_passes(plan, program)
@@ -44,7 +44,7 @@ def plan_of(
 
 
 @dataclass(frozen=True)
-class _Whole:
+class _PlanContext:
     """Context shared by a program and its loops' bodies; `forward` names the operations of the forward pass."""
 
     network: Network
@@ -55,7 +55,7 @@ class _Whole:
 
 def _planned(
     program: Program,
-    whole: _Whole,
+    whole: _PlanContext,
     recent: Recent,
     in_place: frozenset[Value],
     region: str | None,
@@ -104,7 +104,7 @@ class _UnitPlanner:
     def __init__(
         self,
         program: Program,
-        whole: _Whole,
+        whole: _PlanContext,
         recent: Recent,
         in_place: frozenset[Value],
         region: str | None,

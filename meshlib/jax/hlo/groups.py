@@ -32,7 +32,7 @@ _ORDER = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartOfAxis:
     """A part of a mesh axis: a factor `size` of its size; `before` is the product of the more major factors."""
 
     axis: str
@@ -82,7 +82,7 @@ def permute_pairs(attributes: str) -> Groups:
     return tuple((int(a), int(b)) for a, b in _PAIR.findall(match[1]))
 
 
-def axes_of(groups: Groups, mesh: Mesh) -> tuple[Part, ...] | None:
+def axes_of(groups: Groups, mesh: Mesh) -> tuple[PartOfAxis, ...] | None:
     """The mesh axes, or parts of axes, along which the devices of each group differ; None if groups are no such set.
 
     >>> [str(p) for p in axes_of(((0, 2), (1, 3), (4, 6), (5, 7)), Mesh("x:8"))]
@@ -94,7 +94,7 @@ def axes_of(groups: Groups, mesh: Mesh) -> tuple[Part, ...] | None:
     wanted = {frozenset(g) for g in groups}
     factors = _factors(mesh)
     for whole in (True, False):
-        parts = [Part(a, 1, n, True) for a, n in mesh.sizes_by_axis.items() if n > 1] if whole else factors
+        parts = [PartOfAxis(a, 1, n, True) for a, n in mesh.sizes_by_axis.items() if n > 1] if whole else factors
         for count in range(len(parts) + 1):
             for chosen in combinations(parts, count):
                 if prod(p.size for p in chosen) == size and _groups_of(chosen, mesh) == wanted:
@@ -102,7 +102,7 @@ def axes_of(groups: Groups, mesh: Mesh) -> tuple[Part, ...] | None:
     return None
 
 
-def permuted_axes(pairs: Groups, mesh: Mesh) -> tuple[Part, ...]:
+def permuted_axes(pairs: Groups, mesh: Mesh) -> tuple[PartOfAxis, ...]:
     """The mesh axes along which sources and targets differ.
 
     >>> [str(p) for p in permuted_axes(((0, 1), (1, 0), (2, 3), (3, 2)), Mesh("x:2;y:2"))]
@@ -113,10 +113,10 @@ def permuted_axes(pairs: Groups, mesh: Mesh) -> tuple[Part, ...]:
         if max(a, b) < mesh.size:
             here, there = mesh.coordinate(a), mesh.coordinate(b)
             moved |= {axis for axis, p, q in zip(mesh.axes, here, there, strict=True) if p != q}
-    return tuple(Part(a, 1, mesh.axis_size(a), True) for a in mesh.axes if a in moved)
+    return tuple(PartOfAxis(a, 1, mesh.axis_size(a), True) for a in mesh.axes if a in moved)
 
 
-def _factors(mesh: Mesh) -> list[Part]:
+def _factors(mesh: Mesh) -> list[PartOfAxis]:
     """The axes as prime factors, major first."""
     parts = []
     for axis, size in mesh.sizes_by_axis.items():
@@ -124,25 +124,25 @@ def _factors(mesh: Mesh) -> list[Part]:
         while rest > 1:
             while rest % p:
                 p += 1
-            parts.append(Part(axis, before, p, p == size))
+            parts.append(PartOfAxis(axis, before, p, p == size))
             before, rest = before * p, rest // p
     return parts
 
 
-def _joined(parts: Sequence[Part], mesh: Mesh) -> tuple[Part, ...]:
+def _joined(parts: Sequence[PartOfAxis], mesh: Mesh) -> tuple[PartOfAxis, ...]:
     """Merge adjacent factors of one axis into parts."""
-    joined: list[Part] = []
+    joined: list[PartOfAxis] = []
     for p in parts:
         last = joined[-1] if joined else None
         if last is not None and last.axis == p.axis and last.before * last.size == p.before:
             size = last.size * p.size
-            joined[-1] = Part(p.axis, last.before, size, size == mesh.axis_size(p.axis))
+            joined[-1] = PartOfAxis(p.axis, last.before, size, size == mesh.axis_size(p.axis))
         else:
             joined.append(p)
     return tuple(joined)
 
 
-def _groups_of(parts: Sequence[Part], mesh: Mesh) -> set[frozenset[int]]:
+def _groups_of(parts: Sequence[PartOfAxis], mesh: Mesh) -> set[frozenset[int]]:
     ids = np.arange(mesh.size).reshape([p.size for p in _refined(parts, mesh)])
     chosen = [n for n, p in enumerate(_refined(parts, mesh)) if p in parts]
     rest = [n for n in range(ids.ndim) if n not in chosen]
@@ -150,10 +150,10 @@ def _groups_of(parts: Sequence[Part], mesh: Mesh) -> set[frozenset[int]]:
     return {frozenset(map(int, row)) for row in table}
 
 
-def _refined(parts: Sequence[Part], mesh: Mesh) -> list[Part]:
+def _refined(parts: Sequence[PartOfAxis], mesh: Mesh) -> list[PartOfAxis]:
     """All parts of the mesh, major first: whole axes where `parts` are whole, otherwise prime factors."""
     if all(p.whole and p.size == mesh.axis_size(p.axis) for p in parts):
-        return [Part(a, 1, n, True) for a, n in mesh.sizes_by_axis.items()]
+        return [PartOfAxis(a, 1, n, True) for a, n in mesh.sizes_by_axis.items()]
     return _factors(mesh)
 
 

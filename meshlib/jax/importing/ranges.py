@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from layouts import Dimension, Shape
-from meshlib.core.graph import Tensor
+from meshlib.core.graph import Operation, Tensor
 from meshlib.core.opdef import Kind
 from meshlib.jax.importing.code import CodeStep
 from meshlib.ops.building import build
@@ -174,12 +174,7 @@ def _cut_from(t: Tensor, name: str | None, begin: int, count: int) -> tuple[Tens
     """(operand, dim, first element) where `count` elements of an operation's result are elements of that operand."""
     op = t.operation
     if name is not None and op.opdef in (CONCAT, PAD, SLICE, SHIFT) and op.attrs["dim"] == name:
-        if op.opdef is CONCAT:
-            starts = [p.begin for p in concatenated(op.inputs, [x.shape.dim(name).size for x in op.inputs])]
-        else:
-            of = {PAD: "before", SLICE: "begin", SHIFT: "offset"}[op.opdef]
-            starts = [-op.attrs[of] if op.opdef is SLICE else op.attrs[of]]
-        for x, start in zip(op.inputs, starts, strict=True):
+        for x, start in zip(op.inputs, _starts(op, name), strict=True):
             if start <= begin and begin + count <= start + x.shape.dim(name).size:
                 return x, name, begin - start
         return None
@@ -193,6 +188,14 @@ def _cut_from(t: Tensor, name: str | None, begin: int, count: int) -> tuple[Tens
     if op.opdef not in (TRANSPOSE, BROADCAST) or (count > 1 and name not in op.inputs[0].shape):
         return None
     return op.inputs[0], name if name in op.inputs[0].shape else None, begin
+
+
+def _starts(op: Operation, name: str) -> list[int]:
+    """The index in the result at which each operand of a concat, pad, slice or shift begins."""
+    if op.opdef is CONCAT:
+        return [p.begin for p in concatenated(op.inputs, [x.shape.dim(name).size for x in op.inputs])]
+    of = {PAD: "before", SLICE: "begin", SHIFT: "offset"}[op.opdef]
+    return [-op.attrs[of] if op.opdef is SLICE else op.attrs[of]]
 
 
 def _dropped(x: Tensor, y: Tensor) -> str | None:
