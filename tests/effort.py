@@ -41,7 +41,8 @@ def each(names: str, rows: Mapping[str, object] | Sequence[object], parts: int =
     test of its own, whose id is the name of the row: see `parametrize_rows`.
     """
     filled = [name.strip() for name in names.split(",")]
-    table = list(rows.items() if isinstance(rows, Mapping) else ((str(row), row) for row in rows))
+    named = rows.items() if isinstance(rows, Mapping) else ((str(row), row) for row in rows)
+    table = [(" ".join(map(str, key)) if isinstance(key, tuple) else str(key), row) for key, row in named]
 
     def decorated(check: Check) -> Check:
         def run(rows: slice, **fixtures: object) -> None:
