@@ -168,14 +168,15 @@ def as_declared(op: Operation, out: TensorType, y: Any) -> Array:
         y = jnp.asarray(y)
     if y.shape != out.shape.sizes:
         raise ProgramError(f"{op} made {y.dtype}{list(y.shape)} on JAX, not the declared {out}")
-    wanted = storage(out.dtype)
-    if y.dtype == wanted:
-        return y
-    if out.dtype is BFLOAT16 and y.dtype == jnp.float32:
-        return rounded(y).astype(wanted)
-    if out.dtype is BOOL or y.dtype == jnp.bool_:
+    if y.dtype != storage(out.dtype) and (out.dtype is BOOL or y.dtype == jnp.bool_):
         raise ProgramError(f"{op} made {y.dtype} on JAX, not the declared {out}")
-    return y.astype(wanted)
+    return stored(y, out.dtype)
+
+
+def stored(y: Array, dtype: DType) -> Array:
+    """`y` in the JAX dtype in which arrays of `dtype` are stored, rounded once."""
+    y = rounded(y) if dtype is BFLOAT16 and y.dtype == jnp.float32 else y
+    return y.astype(storage(dtype))
 
 
 def run_row(part: RowContext, function: Function, arrays: Sequence[Array], *first: Any) -> tuple[Array, ...]:

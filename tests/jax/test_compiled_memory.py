@@ -174,3 +174,15 @@ def test_large_scatters_on_tpus_send_whole_tiles(
     scatters = re.findall(r"stablehlo.reduce_scatter.*?\}\) : \(tensor<([0-9x]+)xf", text, re.DOTALL)
     assert [tuple(map(int, shape.split("x"))) for shape in scatters] == sent
     np.testing.assert_array_equal(mtf.on_jax(program, checked=False).step(x=given)["y"], given.sum(0))
+
+
+def test_gradients_of_max_pools_compare_and_interleave_images_in_their_dtype() -> None:
+    """A compiler stores what is sliced and interleaved: ResNet's stem took 1.49 of the plan in float32."""
+    with mtf.Graph():
+        x = mtf.variable("x", "b:2;h:8;w:8;c:4", dtype="bfloat16")
+        y = mtf.pool(x, {"h": 3, "w": 3}, "max", {"h": 2, "w": 2}, padding="SAME")
+        (dx,) = mtf.gradients([mtf.reduce_sum(mtf.square(y))], [x])
+        program = mtf.lower({"dx": dx})
+    text = str(Step(program, None, False).lowered().as_text())
+    images = re.findall(r"stablehlo.(?:compare|concatenate|slice|pad) .*?tensor<2x\d+x\d+x[0-9x]*4x(f32|bf16)>", text)
+    assert set(images) == {"bf16"}

@@ -77,6 +77,16 @@ def test_gradients_of_replicated_weights_are_summed_over_data(partitioner: str) 
     assert "partial sums of dot_general, which contracts a dim that is split over data" in found.collectives[0].reason
 
 
+def test_what_a_branch_reads_is_named_with_the_argument(partitioner: str) -> None:
+    def f(p: Any, w: Any, x: Any) -> Any:
+        return lax.cond(p > 0, lambda: x * 2.0, lambda: x @ w)
+
+    rows = PartitionSpec("data")
+    shapes = {"p": ((), PartitionSpec()), "w": ((64, 64), rows), "x": ((32, 64), rows)}
+    (gather,) = mtf.jax.explain(compiled(f, {"data": 8}, **shapes), "v5e-8").collectives
+    assert gather.reason == "argument 'w' is split over data along dim 0; dot_general needs all of it"
+
+
 def test_what_is_written_is_named_with_the_argument() -> None:
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     both = PartitionSpec(("a", "b"))

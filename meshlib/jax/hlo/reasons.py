@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from layouts.step_kinds import STEP_KINDS
 from meshlib.jax.hlo.collectives import HloCollective
 from meshlib.jax.hlo.text import Computation, HloInstruction, Module
-from meshlib.jax.hlo.walk import Frame
+from meshlib.jax.hlo.walk import Frame, branches
 
 # Primitives of collectives that users or libraries call explicitly -> JAX function.
 WRITTEN = {
@@ -144,7 +144,10 @@ def _outside(frame: Frame, number: int) -> tuple[Frame, str] | None:
     """The caller's operand for a parameter of a called computation; None in the entry computation."""
     if frame.call is None or frame.parent is None:
         return None
-    return frame.parent, frame.call.operands[min(number, len(frame.call.operands) - 1)]
+    operands = frame.call.operands
+    if frame.call.opcode == "conditional":
+        number = 1 + branches(frame.call).index(frame.holder.name)
+    return frame.parent, operands[min(number, len(operands) - 1)]
 
 
 def _value_of_loop(body: Computation, around: Frame, loop: HloInstruction, n: int) -> tuple[Frame, str] | str:
@@ -170,6 +173,9 @@ def _element(module: Module, frame: Frame, i: HloInstruction) -> tuple[Frame, st
     if source.opcode == "tuple":
         return frame, source.operands[n]
     if source.opcode == "parameter" and frame.call is not None and frame.parent is not None:
+        if frame.call.opcode == "conditional" and (outer := _outside(frame, 0)) is not None:
+            given = outer[0].holder.instructions.get(outer[1])
+            return (outer[0], given.operands[n]) if given is not None and given.opcode == "tuple" else outer
         if frame.call.opcode != "while":
             return frame.parent, frame.call.operands[0]
         return _value_of_loop(frame.holder, frame.parent, frame.call, n)

@@ -48,6 +48,13 @@ def _within(module: Module, frame: Frame, times: int | None, branch: bool) -> It
                 yield from _within(module, Frame(module.computations[name], i, frame), inner_times, inner_branch)
 
 
+def branches(conditional: HloInstruction) -> list[str]:
+    """The computations of a conditional's branches; each reads one operand, behind the condition."""
+    listed = conditional.attributes.partition("branch_computations={")[2].partition("}")[0]
+    names = [conditional.called(role) for role in _BRANCHES] if not listed else listed.split(",")
+    return [n.strip().lstrip("%") for n in names if n]
+
+
 def _called(
     module: Module, holder: Computation, i: HloInstruction, times: int | None, branch: bool
 ) -> Iterator[tuple[str, int | None, bool]]:
@@ -58,9 +65,7 @@ def _called(
         for role in ("body", "condition"):
             yield i.called(role) or "", inner, branch
     elif i.opcode == "conditional":
-        names = [i.called(role) or "" for role in _BRANCHES]
-        listed = i.attributes.partition("branch_computations={")[2].partition("}")[0]
-        for name in [*names, *(n.strip().lstrip("%") for n in listed.split(","))]:
+        for name in branches(i):
             yield name, times, True
     elif i.opcode in ("fusion", "call", "async-start", "custom-call"):
         for role in ("calls", "to_apply", "called_computations"):

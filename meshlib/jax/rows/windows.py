@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from meshlib.core.dtypes import DType
 from meshlib.core.opdef import Halo
 from meshlib.jax.context import Array, Index
 from meshlib.jax.rows.products import operand
-from meshlib.jax.table import Names, RowContext, aligned, row
+from meshlib.jax.table import Names, RowContext, aligned, row, stored, widened
 from meshlib.ops.images.convolution_kernel import Classes
 from meshlib.ops.images.reduce_window import REACHES, identity
 from meshlib.ops.images.resize import taps_of
@@ -206,7 +207,7 @@ def _under_tap(x: Array, axis: int, s: Slide, before: Index, size: int, fill: An
     return lax.slice_in_dim(spread, 0, reach, s.stride, axis)
 
 
-@row("window_extreme")
+@row("window_extreme", native=True)
 def _extreme(part: RowContext, x: Array) -> Array:
     reaches, dtype, weight = REACHES[part.attrs["reduction"]], part.out.dtype.public, 1
     best, dims = _tapped(part, x, 0, False, 0)
@@ -235,22 +236,23 @@ def _pick(part: RowContext, z: Array, at: Array) -> Array:
     return total
 
 
-@row("window_spread")
+@row("window_spread", native=True)
 def _spread(part: RowContext, d: Array, at: Array) -> Array:
     chosen, dims = _tapped(part, at, 1, True, -1)
     if all(isinstance(s.before, int) and s.slide.stride == 1 for s in dims):
-        return _by_residues(_tapped(part, d, 0, True, 0)[0], chosen, dims)
-    total, zero = jnp.zeros(part.out.shape.sizes, d.dtype), jnp.zeros((), d.dtype)
+        return _by_residues(_tapped(part, d, 0, True, 0)[0], chosen, dims, part.out.dtype)
+    total, zero = widened(jnp.zeros(part.out.shape.sizes, d.dtype)), jnp.zeros((), d.dtype)
     windows = zip(_at_taps(part, d, 0, True, 0), _at_taps(part, at, 1, True, -1), strict=True)
     for position, (under_tap, chosen) in enumerate(windows):
-        total = total + jnp.where(chosen == position, under_tap, zero)
+        total = total + widened(jnp.where(chosen == position, under_tap, zero))
     return total
 
 
-def _by_residues(d: Array, at: Array, dims: Sequence[_Tapped]) -> Array:
+def _by_residues(d: Array, at: Array, dims: Sequence[_Tapped], dtype: DType) -> Array:
     """`window_spread`, at the resolution of the windows: one sum for each residue of positions modulo their strides.
 
-    A tap reaches the positions of one residue, so nothing is spread over the whole result.
+    A tap reaches the positions of one residue, so nothing is spread over the whole result. XLA stores the taps' values
+    and the sums, which are interleaved: both in their own dtype, not in float32.
     """
     zero = jnp.zeros((), d.dtype)
     taps = list(product(*(range(s.slide.second) for s in dims)))
@@ -259,7 +261,7 @@ def _by_residues(d: Array, at: Array, dims: Sequence[_Tapped]) -> Array:
         shape = list(d.shape)
         for s in dims:
             shape[s.axis] = -(-s.size // s.slide.spread)
-        total = jnp.zeros(shape, d.dtype)
+        total = widened(jnp.zeros(shape, d.dtype))
         for position, tap in enumerate(taps):
             begins = [r - s.before + s.slide.dilation * f for r, s, f in zip(residues, dims, tap, strict=True)]
             if any(begin % s.slide.spread for begin, s in zip(begins, dims, strict=True)):
@@ -268,8 +270,8 @@ def _by_residues(d: Array, at: Array, dims: Sequence[_Tapped]) -> Array:
             for begin, s in zip(begins, dims, strict=True):
                 first = begin // s.slide.spread
                 pads[s.axis] = (-first, shape[s.axis] + first - d.shape[s.axis], 0)
-            total = total + lax.pad(jnp.where(at == position, d, zero), zero, pads)
-        sums.append(total)
+            total = total + widened(lax.pad(jnp.where(at == position, d, zero), zero, pads))
+        sums.append(stored(total, dtype))
     return _interleaved(sums, dims)
 
 
