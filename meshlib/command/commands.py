@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from layouts import Mesh
 from meshlib.command import figures
 from meshlib.command.choices import is_maxtext
 from meshlib.command.jax_function import dims_text
-from meshlib.command.output import answer, create_folder, say, say_json
+from meshlib.command.output import answer, create_folder, say, say_json, writable
 from meshlib.command.planning import FAILED, GOOD, first_choices
 from meshlib.command.subject import Subject, completed_layouts, named_layouts, slice_of, subject_of
 from meshlib.core.errors import GraphError, LayoutError
@@ -146,11 +145,12 @@ def verified(args: argparse.Namespace) -> int:
 
 def traced(args: argparse.Namespace) -> int:
     """`meshlib trace`: the schedule as a file."""
+    file = writable(args.out)
     (est, *others) = _estimates(args)
     if others:
         raise GraphError("trace writes one file: give one --layout")
-    create_folder(Path(args.out))
-    est.save_trace(args.out)
+    create_folder(file)
+    est.save_trace(file)
     lines = [f"{args.out}: open it at ui.perfetto.dev", *(f"note: {note}" for note in est.program.notes)]
     answer(args.json, lambda: {"file": args.out, **figures.of_estimate(est)}, lambda: "\n".join(lines))
     return GOOD

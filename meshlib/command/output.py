@@ -49,10 +49,11 @@ def folded(line: str, width: int) -> Iterable[str]:
     yield line
 
 
-def writable(path: str, suffix: str) -> Path:
+def writable(path: str, suffix: str = "") -> Path:
     """The path of an output file, whose folder may not exist yet; checked before any long computation.
 
-    Raises: GraphError for a folder, for a folder that can't be created, and for a name with another end than `suffix`.
+    Raises: GraphError for a folder, for a folder that can't be created, and for a name with another end than `suffix`,
+      if given.
     """
     file = Path(path)
     if file.is_dir():
@@ -60,7 +61,7 @@ def writable(path: str, suffix: str) -> Path:
     nearest_folder = next(folder for folder in file.absolute().parents if folder.exists())
     if not nearest_folder.is_dir():
         raise GraphError(f"{path} can't be written: {nearest_folder} is a file; name another folder")
-    if file.suffix != suffix:
+    if suffix and file.suffix != suffix:
         raise GraphError(f"{path} must end in {suffix}, as what is written; name it {file.with_suffix(suffix)}")
     return file
 

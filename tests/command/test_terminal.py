@@ -126,6 +126,7 @@ FORTY = {
     "a function that is missing": ("plan net.py:bild --slice v5e-8", "no function 'bild'"),
     "a file that is no Python": ("plan bad.py --slice v5e-8", "SyntaxError"),
     "a function that raises": ("plan net.py:unnamed --slice v5e-8", "ValueError: a value of mine (net.py:11)"),
+    "a trace below a file": ("trace gpt2 --slice v5e-1 --out net.py/trace.json", "net.py is a file"),
     "a report below a file": ("report gpt2 --slice v5e-1 --out net.py/plan.html", "net.py is a file"),
     "a slice given twice": (
         "plan gpt2 --slice v5e-8 --slice v6e-8",
