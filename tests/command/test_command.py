@@ -201,7 +201,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("check FILE", "--layout LAYOUT@MESH"),
     ("verify gpt2 --layout tensor@tensor:2", "make it small"),
     ("trace FILE --slice v3-8 --layout batch:data@data:8", "required: --out"),
-    ("trace FILE --slice v3-8 --layout batch:data@data:8 --out /dev/null/t.json", "/dev/null is a file"),
+    ("trace FILE --slice v3-8 --layout batch:data@data:8 --out /dev/null/t.json", "/dev/null/t.json can't be written"),
     ("trace FILE --slice v3-8 --layout batch:data@data:8 --layout k:data@data:8 --out t.json", "one --layout"),
     ("slices h100", "h100"),
     ("slices v5e v5p", "an argument too many: 'v5p'"),
