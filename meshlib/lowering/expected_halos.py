@@ -7,7 +7,7 @@ it are compared (`one_layout`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from meshlib.core.graph import BACKWARD, FORWARD, Operation, Tensor
@@ -41,6 +41,7 @@ def near_shifts(graph: Simplified, homes: Homes, signatures: Signatures, across:
     Among shifts in a phase that need the same rows, those with the smaller halo are served.
     """
     groups: dict[object, list[_Need]] = {}
+    place = {op: n for n, op in enumerate(graph.operations)}
     for op in graph.operations:
         if not isinstance(op.opdef.lower, Halo):
             continue
@@ -49,7 +50,7 @@ def near_shifts(graph: Simplified, homes: Homes, signatures: Signatures, across:
             for n, dim in enumerate(factor.operands):
                 needed = needed_margins(op, factors, n, {}, split)
                 if dim is not None and dim in needed:
-                    root = _root(graph.inputs[op][n], dim, graph, signatures, split[factor.name])
+                    root = _root(graph.inputs[op][n], dim, graph, signatures, split[factor.name], place)
                     groups.setdefault((root, dim, phase(op.region, across), needed[dim].wrap), []).append(
                         _Need(op, n, needed[dim], factor.role is Role.HALO)
                     )
@@ -81,14 +82,20 @@ def _shifted(op: Operation, factors: Sequence[Factor], homes: Homes) -> Iterator
                 yield f, split
 
 
-def _root(t: Tensor, dim: str, graph: Simplified, signatures: Signatures, count: int) -> Tensor:
-    """The tensor from which `t` is computed row by row along a dim, through operations with one operand that has it."""
+def _root(
+    t: Tensor, dim: str, graph: Simplified, signatures: Signatures, count: int, place: Mapping[Operation, int]
+) -> Tensor:
+    """The earliest tensor from which alone `t` is computed row by row along a dim."""
+    root, needed = t, {t}
     while True:
+        t = max(needed, key=lambda x: place[x.operation])
+        needed.remove(t)
+        root = root if needed else t
         op = t.operation
         factors = signatures.of(op).factors
         split = {f.name: count for f in factors if f.outputs[0] == dim}
         has = [x for x in graph.inputs.get(op, ()) if dim in x.shape]
-        by_row = all(f.role is Role.PARALLEL and has for f in factors if f.name in split)
-        if len(has) != 1 or not by_row or not keeps_margins(op, factors, split):
-            return t
-        (t,) = has
+        by_row = all(f.role is Role.PARALLEL for f in factors if f.name in split)
+        if not has or not by_row or not keeps_margins(op, factors, split):
+            return root
+        needed.update(has)

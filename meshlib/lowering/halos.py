@@ -34,6 +34,7 @@ from meshlib.program.halo_margins import (
 from meshlib.program.instructions import Compute, Instruction, Move, Reason, Value, Widen
 from meshlib.program.records import Program
 
+MOST_BETWEEN = 24  # operations between a shift and the value that is widened for it
 Wide = dict[str, Margin]  # by dim
 Root = tuple[Value, str]  # a value that is widened along a dim
 
@@ -89,6 +90,7 @@ class _Widening:
     program: Program
     across: bool = False
     makers: dict[Value, Compute] = field(default_factory=dict)
+    places: dict[Compute, int] = field(default_factory=dict)  # positions of instructions
     users: dict[Value, list[Instruction]] = field(default_factory=dict)
     cuts: dict[Value, tuple[Value, Step]] = field(default_factory=dict)  # result of a local slice -> (operand, step)
     factors: dict[Compute, tuple[Factor, ...]] = field(default_factory=dict)
@@ -99,8 +101,9 @@ class _Widening:
         if not moving:
             return
         self.pinned = {*self.program.outputs.values(), *self.program.updates.values()}
-        for i in self.program.instructions:
+        for n, i in enumerate(self.program.instructions):
             if isinstance(i, Compute):
+                self.places[i] = n
                 self.makers.update((y, i) for y in i.outputs)
             elif isinstance(i, Move) and i.step_kind is SLICE:
                 self.cuts.update(zip(i.outputs, zip(i.inputs, i.steps, strict=True), strict=True))
@@ -133,20 +136,34 @@ class _Widening:
         return all(_may_have(x, m) for x, margins in needed for m in margins.values())
 
     def _points(self, i: Compute, value: Value, margin: Margin) -> Iterator[Point]:
-        """The operand, then the values from which it is computed, while a single operand has the dim."""
-        work, dim = 0, margin.dim
-        while _may_have(value, margin):
-            free = value in self.cuts and self.cuts[value][1].dim == dim and not self.cuts[value][0].sharding.of(dim)
-            yield Point(value, margin, work, free)
+        """The operand, then the values from which alone it is computed along the dim."""
+        work, dim, needed = 0, margin.dim, {value: margin}
+        for _ in range(MOST_BETWEEN):
+            value = max(needed, key=self._place)
+            margin = needed.pop(value)
+            if not _may_have(value, margin):
+                return
+            if not needed:
+                cut = self.cuts.get(value)
+                free = cut is not None and cut[1].dim == dim and not cut[0].sharding.of(dim)
+                yield Point(value, margin, work, free)
             if not self._can_be_wide(value, i.region):
                 return
             maker = self.makers[value]
-            needed = zip(maker.inputs, self.needs(maker, {dim: margin}), strict=True)
-            margins_here = [(x, margins[dim]) for x, margins in needed if dim in margins]
-            if len(margins_here) != 1 or margins_here[0][1].wrap != margin.wrap:
-                return
             work += (margin.before + margin.after) * _row(value, dim)
-            value, margin = margins_here[0]
+            for x, margins in zip(maker.inputs, self.needs(maker, {dim: margin}), strict=True):
+                if dim in margins:
+                    own = margins[dim]
+                    if own.wrap != margin.wrap:
+                        return
+                    needed[x] = own.joined(needed.get(x))
+            if not needed:
+                return
+
+    def _place(self, v: Value) -> int:
+        """Position of the instruction that computes a value; -1 for values that exist before."""
+        maker = self.makers.get(v)
+        return -1 if maker is None else self.places[maker]
 
     def _can_be_wide(self, v: Value, region: str) -> bool:
         """Whether a value can be computed with margins, and all its users belong to the same region and accept them."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from layouts import Sharding
 from meshlib.core.graph import Operation, Tensor
-from meshlib.core.opdef import ON_MXU, Factor, Halo, Kind
+from meshlib.core.opdef import ON_MXU, Factor, Halo, Kind, Role
 from meshlib.program.exchanges import RUNS, TOGETHER, runs
 
 
@@ -87,6 +87,8 @@ def takes_margins(op: Operation, factors: Sequence[Factor], split: Split) -> boo
 def keeps_margins(op: Operation, factors: Sequence[Factor], split: Split) -> bool:
     """True if the operation can also compute margins of its result with little work."""
     alike = op.opdef.kind is Kind.ELEMENTWISE or (isinstance(op.opdef.lower, Halo) and op.opdef.kind not in ON_MXU)
+    if op.opdef.kind is Kind.VIEW and {*op.inputs[0].shape} == {*op.output.shape}:  # dims in another order
+        alike = alike or all(f.role is Role.PARALLEL and f.operands[0] == f.outputs[0] for f in factors)
     return alike and len(op.outputs) == 1 and _is_aligned(op, factors, split) and takes_margins(op, factors, split)
 
 

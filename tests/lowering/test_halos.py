@@ -172,6 +172,23 @@ def test_one_shift_alone_and_two_that_share_nothing_stay_as_they_are() -> None:
         assert program.sent_bytes == len(offsets) * ROW
 
 
+def test_a_value_and_a_product_of_it_with_itself_share_a_halo() -> None:
+    """Flux and field of a conservation law: one index to each side, forward and back, in whatever order of dims."""
+    with mtf.Graph():
+        x = mtf.input("x", [B, N, C])
+        flux = mtf.transpose(x * (x * 0.5), [N, B, C])
+        moved_x, moved_flux = ([mtf.shift(t, k, N, wrap=True) for k in (1, -1)] for t in (x, flux))
+        y = 0.5 * mtf.add_n(moved_x) + (moved_flux[0] - moved_flux[1])
+        (dx,) = mtf.gradients([y], [x], [mtf.input("dy", y.shape)])
+    rng = np.random.default_rng(0)
+    feeds = {"x": rng.uniform(-1, 1, (4, 64, 16)), "dy": rng.uniform(-1, 1, y.shape.sizes)}
+    for outputs in ({"y": y}, {"dx": dx}):
+        program = mtf.lower(outputs, mesh="p:4", layout="n:p")
+        own = {name: feeds[name] for name in program.inputs}
+        assert program.sent_bytes == 2 * ROW, moved(program)
+        assert_close(run(program, own)[0], run(mtf.lower(outputs), own)[0], 1e-6, "exact")
+
+
 def test_what_is_smallest_is_widened() -> None:
     """Flags are a quarter of what they are made of: they are widened, not that."""
     with mtf.Graph():
