@@ -140,7 +140,7 @@ small_tori = st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, m
 )
 
 
-@settings(max_examples=draws(25, 600))
+@settings(max_examples=draws(25, 1000))
 @given(
     small_tori, st.sampled_from(["all_gather", "reduce_scatter", "all_reduce"]),
     st.sampled_from(collectives.ALGORITHMS), st.booleans(), st.integers(1, 10**6), st.data(),
@@ -156,7 +156,7 @@ def test_closed_form_equals_events(torus, op, algorithm, split, size_bytes, data
     assert max(map(float, traffic.link_bytes.values()), default=0) / LINKS.bytes_per_second <= traffic.seconds
 
 
-@settings(max_examples=draws(12, 400))
+@settings(max_examples=draws(12, 1000))
 @given(small_tori, st.sampled_from(collectives.ALGORITHMS), st.data())
 def test_without_barriers_data_is_right_and_time_at_least_the_busiest_link(torus, algorithm, data):
     op = data.draw(st.sampled_from(["all_gather", "reduce_scatter", "all_reduce"]))
@@ -164,7 +164,7 @@ def test_without_barriers_data_is_right_and_time_at_least_the_busiest_link(torus
     assert traffic.seconds * LINKS.bytes_per_second >= traffic.max_link_bytes
 
 
-@settings(max_examples=draws(12, 400))
+@settings(max_examples=draws(12, 1000))
 @given(small_tori, st.sampled_from([1, 4321, 10**5, 10**6, 10**8]), st.sampled_from(collectives.EXCHANGES))
 def test_all_to_all_equals_its_closed_form(torus, size, algorithm):
     nodes = torus.nodes
@@ -196,7 +196,7 @@ def test_all_to_all_over_some_axes(torus, data):
             assert np.array_equal(result, [rows[m][here] for m in members[node]])
 
 
-@settings(max_examples=draws(12, 400))
+@settings(max_examples=draws(12, 1000))
 @given(small_tori, st.integers(1, 5), st.integers(1, 10**6), st.data())
 def test_broadcast_equals_its_closed_form(torus, chunks, size, data):
     wrapped = all(wrap or n == 1 for n, wrap in axes_of(torus))

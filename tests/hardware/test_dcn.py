@@ -47,7 +47,7 @@ def test_two_stages_in_chunks_take_what_events_do(ici, dcn, chunks, gathers):
     assert chunked_seconds(kind, float(ici), float(dcn), chunks) == pytest.approx(want)
 
 
-@settings(max_examples=draws(15, 300), deadline=None)
+@settings(max_examples=draws(15, 1000), deadline=None)
 @given(
     st.sampled_from(["2*v5e-256", "4*v5p-1024", "3*v4-4x4x8_twisted", "2*v3-32", "8*v6e-64"]), st.integers(1, 10**10)
 )

@@ -112,7 +112,7 @@ def test_closed_form_equals_events(shape, op, algorithm, size_bytes, data):
     assert seconds == pytest.approx(want, rel=1e-9)
 
 
-@settings(max_examples=draws(6, 400), deadline=None)
+@settings(max_examples=draws(6, 1000), deadline=None)
 @given(st.sampled_from(SHAPES), st.sampled_from(["rotated", "routed", "phased"]), st.integers(1, 10**7), st.data())
 def test_all_to_all_equals_its_closed_form(shape, algorithm, size, data):
     torus = TwistedTorus(shape)
