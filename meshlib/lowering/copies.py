@@ -126,6 +126,11 @@ class _Hubs(NamedTuple):
         costs: Floats = np.minimum.reduce(total, axis=0)
         return costs
 
+    def undominated(self) -> _Hubs:
+        """These sets without those that another one dominates."""
+        alive = _undominated(np.concatenate([self.link.T, *self.serve, self.lasting], axis=1))
+        return _Hubs(self.link[:, alive], [table[alive] for table in self.serve], self.lasting[alive])
+
 
 class _Tables:
     """The tables of a tensor, over its own numbering of variables and placements."""
@@ -205,6 +210,7 @@ class _Tables:
             if is_last and len(mine) <= HUBS and entries <= DIRECT_ENTRIES:
                 self._expand(graph, hubs.minimum(), before, _axes(mine))
                 continue
+            hubs = hubs.undominated()
             own: Axis = (graph.add_variable(len(hubs.lasting)), np.arange(len(hubs.lasting)))
             self._expand(graph, hubs.link, before, [own])
             for table, use in zip(hubs.serve, mine, strict=True):
@@ -214,7 +220,7 @@ class _Tables:
     # ------------------------------------------------------------ hubs
 
     def _hubs(self, root: Floats, mine: Sequence[End], following: Sequence[End]) -> _Hubs:
-        """The undominated sets of copies that the uses `mine` of a region share; `following` are uses of later ones."""
+        """The sets of copies that the uses `mine` of a region may share; `following` are uses of later ones."""
         most = min(HUBS, sum([use.most for use in (*mine, *following)]))
         sets = self._sets(self._candidates(root, mine, following), most)
         if all(not all(use.classes) for use in mine):  # possibly no use needs anything
@@ -225,8 +231,7 @@ class _Tables:
         lasting = np.zeros((len(near), 0))
         if following:
             lasting = np.concatenate([self._from_lasting(some) for some in sets])
-        alive = _undominated(np.concatenate([link.T, *serve, lasting], axis=1))
-        return _Hubs(link[:, alive], [table[alive] for table in serve], lasting[alive])
+        return _Hubs(link, serve, lasting)
 
     def _candidates(self, root: Floats, mine: Sequence[End], following: Sequence[End]) -> Ints:
         """The placements that a shared copy may have."""
