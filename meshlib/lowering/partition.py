@@ -47,7 +47,7 @@ class Partitioner:
     excess_bytes: float = 0.0  # of the choices above their lower bound
 
     def __post_init__(self) -> None:
-        self.places = Places(self.graph, self.homes, self.signatures, self.prices.balance.axis_prices, self._uses)
+        self.places = Places(self.graph, self.homes, self.signatures, self.prices.balance, self._uses)
         self.loops = Loops(self.graph, self.homes, self.fetched, self.body)
 
     def run(self) -> None:

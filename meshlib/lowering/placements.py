@@ -14,9 +14,11 @@ from layouts import Sharding, reshard
 from layouts.step_kinds import STEP_KINDS
 from meshlib.core.graph import Operation, Tensor
 from meshlib.lowering.assigned import Homes
+from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import stored
+from meshlib.lowering.distances import COLLECTIVE
 from meshlib.lowering.loops import Makers
-from meshlib.lowering.materialisation import Prices, RepeatableOperation, ValueSource, again_axes, between, cheapest
+from meshlib.lowering.materialisation import RepeatableOperation, ValueSource, again_axes, between, cheapest
 from meshlib.lowering.reasons import explain_step
 from meshlib.lowering.simplification import Simplified
 from meshlib.program.instructions import Compute, Instruction, Move, Value
@@ -32,7 +34,7 @@ class Places:
     graph: Simplified
     homes: Homes
     signatures: Signatures
-    prices: Prices
+    balance: Balance
     uses: Callable[
         [Tensor], dict[str, dict[Sharding, None]]
     ]  # region -> placements under which the tensor is used, in order
@@ -41,6 +43,11 @@ class Places:
     instances: dict[Tensor, list[tuple[str | None, Value]]] = field(default_factory=dict)
     # For a pending tensor: axis -> (operation that left it pending, reduced dim).
     makers: dict[Tensor, Makers] = field(default_factory=dict)
+
+    def _cost(self, t: Tensor, here: Sharding, there: Sharding) -> float:
+        """Cost of a reshard: bytes, and the price of each collective, as the strategies were chosen by."""
+        sent, collectives = between(here, there, t.dtype.itemsize, self.balance.axis_prices)
+        return sent + (COLLECTIVE + self.balance.collective_bytes) * collectives
 
     def known(self, t: Tensor, region: str) -> list[Value]:
         """The values of `t` that a region may use."""
@@ -76,13 +83,13 @@ class Places:
             return
 
         def cost(at: Sharding) -> float:
-            first = 0.0 if at in own else between(made, at, t.dtype.itemsize, self.prices)[0]
-            return first + sum([between(at, s, t.dtype.itemsize, self.prices)[0] for s in later])
+            first = 0.0 if at in own else self._cost(t, made, at)
+            return first + sum([self._cost(t, at, s) for s in later])
 
         own = uses.get(region, {})
         candidates = [s for s in (*own, stored(made, home), *later, home) if s.local_size <= home.local_size]
         best = min(candidates, key=cost)
-        if best not in own and not (t in self.graph.again and between(made, best, t.dtype.itemsize, self.prices)[0]):
+        if best not in own and not (t in self.graph.again and self._cost(t, made, best)):
             self.materialise(t, best, region, None)
 
     def use(self, t: Tensor, wanted: Sharding, op: Operation) -> Value:
@@ -114,7 +121,7 @@ class Places:
 
     def _is_slice(self, t: Tensor, s: Sharding, copies: Sequence[Sharding]) -> bool:
         """Whether `s` can be sliced from one of these copies without communication."""
-        return any(between(at, s, t.dtype.itemsize, self.prices)[0] == 0 for at in copies)
+        return any(self._cost(t, at, s) == 0 for at in copies)
 
     def _create_before(self, t: Tensor, wanted: Sharding, region: str) -> Sequence[Sharding]:
         """Placements still needed in a region that should be created before `wanted`, in the cheapest order."""
@@ -126,7 +133,7 @@ class Places:
         def cost(order: Sequence[Sharding]) -> float:
             there, total = list(have), 0.0
             for s in order:
-                total += min(between(at, s, t.dtype.itemsize, self.prices)[0] for at in there)
+                total += min(self._cost(t, at, s) for at in there)
                 there.append(s)
             return total
 
@@ -140,7 +147,7 @@ class Places:
             return False
 
         def cost(s: Sharding, there: Sequence[Sharding]) -> float:
-            return min([between(at, s, t.dtype.itemsize, self.prices)[0] for at in there], default=float("inf"))
+            return min([self._cost(t, at, s) for at in there], default=float("inf"))
 
         saved = cost(wanted, have) - cost(home, have) - cost(wanted, [home, *have])
         lasting = [wanted] if self.homes.reach(t, wanted, region) is None else []
@@ -177,7 +184,9 @@ class Places:
             producer = RepeatableOperation(
                 self.signatures.of(op), tuple([self.source(x, region) for x in self.graph.inputs[op]])
             )
-        return ValueSource(tuple([v.sharding for v in self.known(t, region)]), t.dtype.itemsize, self.prices, producer)
+        return ValueSource(
+            tuple([v.sharding for v in self.known(t, region)]), t.dtype.itemsize, self.balance.axis_prices, producer
+        )
 
     def _recompute(self, t: Tensor, wanted: Sharding, region: str, user: Operation | None) -> Value:
         op, value = t.operation, Value(t, wanted)
