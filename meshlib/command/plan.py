@@ -78,6 +78,8 @@ class WholeRunOptions:
             raise GraphError("evaluations are those of a whole run: say how long, by --tokens, --epochs or --steps")
         if args.evaluate_every and not args.evaluation_examples:
             raise GraphError("--evaluate-every needs --evaluation-examples")
+        if (args.epochs is None) != (args.examples is None):
+            raise GraphError("--epochs and --examples, those of one epoch, go together")
         fed = None if args.input_rate is None else HostInput(examples_per_second=args.input_rate)
         return cls(how_long, args.evaluation_examples, args.evaluate_every, fed)
 

@@ -400,5 +400,10 @@ def named_layouts(texts: Sequence[str], mesh: str | None) -> list[tuple[str, str
             raise MeshlibError(f"--layout {text}: say on which mesh: LAYOUT@MESH, such as fsdp+tensor@fsdp:16;tensor:8")
         if at and mesh is not None:
             raise MeshlibError(f"--layout {text} has a mesh; leave --mesh out")
+        if at and not name.strip() and Mesh(own.strip()).size > 1:
+            raise MeshlibError(
+                f"--layout {text}: no layout before the @, so all devices would do the same; give its name or rules, "
+                f"such as fsdp{text.strip()}"
+            )
         layouts.append((name.strip(), own.strip() if at else str(mesh)))
     return layouts

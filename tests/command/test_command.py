@@ -193,6 +193,8 @@ MISTAKES: list[tuple[str, str]] = [
     ("explain FILE --layout batch:rows@rows:0", "rows"),
     ("explain FILE --layout batch:rows@rows:3", "64 % 3 = 1"),
     ("explain gpt2 --layout fdsp@fsdp:8", "did you mean 'fsdp'"),
+    ("explain gpt2 --layout @fsdp:8", "no layout before the @"),
+    ("plan gpt2 --slice v5e-8 --epochs 3", "--epochs and --examples"),
     ("explain gpt2 --layout fsdp@rows:2;cols:4", "needs an axis"),
     ("estimate FILE --layout batch:data@data:8", "required: --slice"),
     ("estimate FILE --slice v3-8 --layout batch:data@data:4", "4"),
