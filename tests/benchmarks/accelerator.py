@@ -1,10 +1,13 @@
 """Steps on one accelerator, such as a GPU: measured beside modelled, and beside JAX's own `jit`; and their values.
 
-    python tests/benchmarks/accelerator.py [values | steps | jit] [--programs 60] [--repeats 20] [--only NAME ...]
+    python tests/benchmarks/accelerator.py [values | steps | jit | groups] [--programs N] [--repeats N] [--only NAME ...]
 
-`values` runs random programs and fused attention on the device, against the simulator. `steps` measures the chip
-(`mtf.measure_chip`) and times MNIST, Transformers and decoding: the median of several groups of asynchronous steps,
-in bfloat16, with a loss function in plain JAX besides, which runs imported and under `jit`, in turns.
+values  random programs and fused attention on the device, against the simulator
+steps   MNIST, Transformers and decoding in bfloat16, beside the estimate for the measured chip (`mtf.measure_chip`)
+jit     loss functions in plain JAX, imported and under `jit`, in turns
+groups  `lax.ragged_dot` with 16 groups beside one product of as many FLOPs
+
+Times are medians of several groups of asynchronous steps.
 """
 
 from __future__ import annotations
@@ -84,10 +87,10 @@ def attention() -> None:
                 feeds = {n: rng.normal(size=v.tensor.shape.sizes) for n, v in program.inputs.items()}
                 feeds = {n: x.astype(ml_dtypes.bfloat16).astype(np.float32) for n, x in feeds.items()}
                 run = mtf.on_jax(program)
-                text = run.compiled().compiled.as_text()
+                text = run.compiled().compiled.as_text().lower()
+                results[dtype] = run.step(feeds)
             else:
-                run, text = mtf.simulate(program), text
-            results[dtype] = run.step(feeds)
+                results[dtype] = mtf.simulate(program).step(feeds)
         errors = {
             n: float(
                 np.abs(np.asarray(x, np.float32) - results["float32"][n]).max() / np.abs(results["float32"][n]).max()
@@ -95,7 +98,7 @@ def attention() -> None:
             for n, x in results["bfloat16"].items()
         }
         assert max(errors.values()) < 0.03, errors
-        kernel = "cuDNN" if "cudnn" in text.lower() or "fmha" in text.lower() else "blocks of queries"
+        kernel = "cuDNN" if "cudnn" in text or "fmha" in text else "blocks of queries"
         print(f"attention causal={causal} window={window}: {kernel}, errors {errors}")
 
 
@@ -119,12 +122,9 @@ def seconds(step: Callable[[], Any], repeats: int) -> float:
 def on_device(program: mtf.Program, feeds: Arrays | None = None, state: Arrays | None = None) -> Callable[[], Any]:
     """The compiled step of a program on arrays of the device; by default random ones. Its state is donated."""
     step = mtf.on_jax(program, checked=False).compiled()
-    device = jax.devices()[0]
-    feeds = {n: jax.device_put(np.asarray(x), device) for n, x in (feeds or drawn(program.inputs, device)).items()}
-    state = (
-        {n: jax.device_put(np.asarray(x), device) for n, x in state.items()}
-        if state
-        else drawn(program.variables, device)
+    feeds, state = (
+        drawn(values) if arrays is None else {n: jnp.array(x) for n, x in arrays.items()}
+        for values, arrays in ((program.inputs, feeds), (program.variables, state))
     )
     random = step.keys(0)
 
@@ -136,20 +136,18 @@ def on_device(program: mtf.Program, feeds: Arrays | None = None, state: Arrays |
     return turn
 
 
-def drawn(values: Any, device: jax.Device) -> Arrays:
-    """Small normal numbers, or integers, of the shapes and dtypes of the values, drawn where they are used."""
+def drawn(values: Any) -> Arrays:
+    """Small normal numbers, or ones for integers, of the shapes and dtypes of the values, drawn on the device."""
     arrays = {}
     for seed, (name, value) in enumerate(values.items()):
         sizes, dtype = value.tensor.shape.sizes, value.tensor.dtype.public
-        if np.issubdtype(dtype, np.integer):
-            arrays[name] = jnp.ones(sizes, dtype)
-        else:
-            arrays[name] = normal(seed, sizes, dtype)
+        is_integer = np.issubdtype(dtype, np.integer)
+        arrays[name] = jnp.ones(sizes, dtype) if is_integer else small_numbers(seed, sizes, dtype)
     return arrays
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def normal(seed: int, sizes: tuple[int, ...], dtype: Any) -> Any:
+def small_numbers(seed: int, sizes: tuple[int, ...], dtype: Any) -> Any:
     return (jax.random.normal(jax.random.key(seed), sizes) * 0.02).astype(dtype)
 
 
@@ -199,15 +197,10 @@ def steps(repeats: int, names: list[str]) -> None:
         if names and not any(n in name for n in names):
             continue
         program = build()
-        begin = time.perf_counter()
         measured = seconds(on_device(program), repeats)
         est = mtf.estimate(program, slice_)
         columns = f"{measured * 1e3:7.2f} ms {est.step_seconds * 1e3:7.2f} ms {measured / est.step_seconds:6.2f}"
-        flops = est.flops
-        print(
-            f"{name:46} {columns}  ({flops / measured / 1e12:.0f} TFLOP/s; {time.perf_counter() - begin:.0f} s)",
-            flush=True,
-        )
+        print(f"{name:46} {columns}  ({est.flops / measured / 1e12:.0f} TFLOP/s)", flush=True)
 
 
 def by_jit(repeats: int) -> None:
@@ -250,6 +243,23 @@ def by_jit(repeats: int) -> None:
         )
 
 
+def grouped(repeats: int) -> None:
+    """Products of rows in 16 groups, and the gradient of their weights, beside one product of as many FLOPs."""
+    groups, rows, inner, columns = 16, 16_384, 1024, 4096
+    sizes = jnp.array(np.random.default_rng(0).multinomial(rows, np.full(groups, 1 / groups)), jnp.int32)
+    x, dy = (small_numbers(n, (rows, width), jnp.bfloat16) for n, width in enumerate((inner, columns)))
+    w = small_numbers(2, (groups, inner, columns), jnp.bfloat16)
+    wide = {"preferred_element_type": jnp.float32}
+    summed = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    functions = {
+        "one product": lambda: jnp.matmul(x, w[0], **wide),
+        "ragged_dot": lambda: jax.lax.ragged_dot(x, w, sizes, **wide),
+        "its weights' gradient": lambda: jax.lax.ragged_dot_general(x, dy, sizes, summed, **wide),
+    }
+    for name, function in functions.items():
+        print(f"{name:24} {seconds(jax.jit(function), repeats) * 1e3:7.3f} ms", flush=True)
+
+
 def larger(jax_models: Any) -> Arrays:
     """The models of `jax_models` in sizes that fill an accelerator."""
     normal, rng = jax_models.normal, np.random.default_rng(0)
@@ -278,7 +288,7 @@ def larger(jax_models: Any) -> Arrays:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["values", "steps", "jit"])
+    parser.add_argument("what", nargs="?", choices=["values", "steps", "jit", "groups"])
     parser.add_argument("--programs", type=int, default=60)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--only", nargs="*", default=[])
@@ -291,6 +301,8 @@ def main() -> None:
         steps(args.repeats, args.only)
     if args.what in (None, "jit"):
         by_jit(args.repeats)
+    if args.what in (None, "groups"):
+        grouped(args.repeats)
 
 
 if __name__ == "__main__":
