@@ -57,7 +57,8 @@ def measure(step: Step, run: Callable[[], object], steps: int) -> Measured:
             jax.profiler.stop_trace()
         files = sorted(Path(folder).rglob("*.xplane.pb"))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # JAX 0.11 ends the process where one of its own is turned into an error
+            # JAX 0.11 ends the process where this warning of its own is turned into an error.
+            warnings.simplefilter("ignore", DeprecationWarning)
             lines = [list(_timed(*line, module_name(text))) for file in files for line in _lines(file)]
     if not any(lines):
         raise ProgramError(f"profile: JAX's profiler tells no operations of {step.mesh.devices.flat[0].device_kind}")

@@ -286,3 +286,18 @@ def test_reasons_point_to_the_lines_of_the_function():
     program = mtf.lower(graph.outputs, mesh="model:2", layout="a_1:model")
     (found,) = program.collectives
     assert found.source == f"test_primitives.py:{loss.__code__.co_firstlineno + 2}"
+
+
+@pytest.mark.skipif(not hasattr(lax, "polynomial"), reason="this JAX writes them as several primitives")
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: lax.polynomial(x, [1.0, 2.0, 3.0]),
+        lambda x: jax.jvp(jnp.tanh, (x,), (x,))[1],
+        lambda x: lax.mul(x.astype(jnp.bfloat16), x.astype(jnp.bfloat16), out_dtype=jnp.float32),
+        lambda x: jnp.searchsorted(jnp.linspace(-1.0, 1.0, 9), x) * x,
+    ],
+    ids=["polynomial", "one_minus_square", "wide_product", "high_level"],
+)
+def test_primitives_of_newer_versions(function):
+    compared(lambda x: function(x).sum(), np.linspace(-1.3, 1.2, 8, dtype=np.float32).reshape(2, 4), names={"x": "a b"})
