@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -69,11 +70,15 @@ def _trips(event: Event, active: Active, loop: Loop, begin: float) -> Iterator[t
     """(stage, task) of all trips of a loop whose stages are partly idle; tasks are numbered as their forwards."""
     seconds = event.seconds / len(active.indices)
     kind = "forward" if event.region == FORWARD else "backward"
+    done: Counter[int] = Counter()
+    numbered: list[list[tuple[int, int]]] = []  # per index, (stage, number of its task)
+    for busy in active.indices:
+        numbered.append([(stage, done[stage]) for stage in busy])
+        done.update(busy)
     for trip, index in enumerate(loop.record.trip_order):
         start = event.start - begin + trip * seconds
-        for stage in active.indices[index]:
-            before = sum(stage in row for row in active.indices[:index])
-            yield stage, TimedTask(StageTask(kind, before), start, start + seconds)
+        for stage, microbatch in numbered[index]:
+            yield stage, TimedTask(StageTask(kind, microbatch), start, start + seconds)
 
 
 def stages(est: Estimate) -> str:

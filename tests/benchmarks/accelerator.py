@@ -1,6 +1,6 @@
 """Steps on one accelerator, such as a GPU: measured beside modelled, and beside JAX's own `jit`; and their values.
 
-    python tests/benchmarks/accelerator.py [values | steps | jit | groups] [--programs N] [--repeats N] [--only NAME ...]
+    python tests/benchmarks/accelerator.py [values | steps | jit | groups] [--programs N] [--only NAME ...]
 
 values  random programs and fused attention on the device, against the simulator
 steps   MNIST, Transformers and decoding in bfloat16, beside the estimate for the measured chip (`mtf.measure_chip`)
