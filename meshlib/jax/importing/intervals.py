@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from meshlib.jax.importing.code import Var
@@ -16,24 +17,39 @@ _DEPTH = 16  # makers that are followed
 
 
 def _of_dtype(dtype: Any) -> Interval:
-    kind = np.dtype(dtype) if str(dtype) in ("bool", "int8", "uint8", "int16", "uint16") else None
-    if kind is None:
-        return (0, math.inf) if str(dtype).startswith("uint") else _ALL
-    return (0, 1) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
+    if str(dtype) == "bool":
+        return 0, 1
+    # Of wide signed integers no result wraps: a loop by one that does would run for two thousand million trips.
+    if str(dtype) in ("int32", "int64") or not str(dtype).startswith(("int", "uint")):
+        return _ALL
+    limits = jax.numpy.iinfo(dtype)
+    return float(limits.min), float(limits.max)
+
+
+def _wrapped(x: Interval, dtype: Any) -> Interval:
+    """The interval of a result computed in a dtype: all its numbers where the exact result may not fit."""
+    low, high = _of_dtype(dtype)
+    return x if low <= x[0] and x[1] <= high else (low, high)
 
 
 def _remainder(x: Interval, y: Interval) -> Interval:
+    low, high = min(x[0], 0), max(x[1], 0)
+    if y[0] <= 0 <= y[1]:  # the remainder of a division by zero is the dividend
+        return low, high
     most = max(map(abs, y)) - 1
-    return (0 if x[0] >= 0 else -min(most, -x[0])), (0 if x[1] <= 0 else min(most, x[1]))
+    return max(low, -most), min(high, most)
+
+
+def _rounded(x: Interval) -> Interval:
+    """The integers around an interval; whether a cast truncates or tests for zero does not matter."""
+    return math.floor(x[0]) if math.isfinite(x[0]) else x[0], math.ceil(x[1]) if math.isfinite(x[1]) else x[1]
 
 
 def _flag(certain: bool, possible: bool) -> Interval:
     return float(certain), float(possible)
 
 
-_SAME = (
-    "convert_element_type broadcast_in_dim reshape squeeze expand_dims transpose slice copy rev reduce_max reduce_min"
-)
+_SAME = "broadcast_in_dim reshape squeeze expand_dims transpose slice copy rev reduce_max reduce_min"
 _RULES: dict[str, Callable[..., Interval]] = {
     "add": lambda x, y: (x[0] + y[0], x[1] + y[1]),
     "sub": lambda x, y: (x[0] - y[1], x[1] - y[0]),
@@ -42,6 +58,7 @@ _RULES: dict[str, Callable[..., Interval]] = {
     "min": lambda x, y: (min(x[0], y[0]), min(x[1], y[1])),
     "clamp": lambda low, x, high: tuple(min(max(x[n], low[n]), high[n]) for n in (0, 1)),
     "rem": _remainder,
+    "convert_element_type": _rounded,
     "select_n": lambda which, *cases: (min(c[0] for c in cases), max(c[1] for c in cases)),
     "lt": lambda x, y: _flag(x[1] < y[0], x[0] < y[1]),
     "le": lambda x, y: _flag(x[1] <= y[0], x[0] <= y[1]),
@@ -72,14 +89,13 @@ def _interval(
 def interval_of(x: Var, depth: int = _DEPTH) -> Interval:
     """The least and largest value that an array may have, by the steps that compute it."""
     known = x.elements if x.const is not None and not x.key else None if x.trips is None else x.trips[1]
-    if known is not None and known.size and known.dtype.kind in "biuf":
-        return float(known.min()), float(known.max())
+    if known is not None:
+        return _ends(known)
     low, high = _of_dtype(x.dtype)
     if x.maker is not None and depth and "int" in x.dtype:
         step = x.maker
         ins = [interval_of(y, depth - 1) for y in step.ins]
-        own = _interval(step.kind, step.params, [y.shape for y in step.ins], ins)
-        low, high = max(low, own[0]), min(high, own[1])
+        low, high = _wrapped(_interval(step.kind, step.params, [y.shape for y in step.ins], ins), x.dtype)
     return low, high
 
 
@@ -99,10 +115,16 @@ def results_within(closed: Any, ins: Sequence[Interval]) -> list[Interval]:
             continue
         shapes = [v.aval.shape for v in eqn.invars]
         own = _interval(eqn.primitive.name, eqn.params, shapes, operands)
-        env.update((v, own if getattr(v.aval.dtype, "kind", "V") in "biu" else _ALL) for v in eqn.outvars)
+        env.update((v, _wrapped(own, v.aval.dtype) if _is_integer(v.aval.dtype) else _ALL) for v in eqn.outvars)
     return [read(v) for v in jaxpr.outvars]
+
+
+def _is_integer(dtype: Any) -> bool:
+    return getattr(dtype, "kind", "V") in "biu"
 
 
 def _ends(value: Any) -> Interval:
     array = np.asarray(value)
-    return (float(array.min()), float(array.max())) if array.size and array.dtype.kind in "biuf" else _ALL
+    if not array.size or array.dtype.kind not in "biuf" or np.isnan(array).any():
+        return _ALL
+    return float(array.min()), float(array.max())

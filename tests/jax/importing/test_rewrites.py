@@ -496,3 +496,20 @@ def test_a_rule_that_draws_again_reads_the_mask_of_its_forward():
     result = simulation.step()
     np.testing.assert_allclose(result["slope"] * simulation.state["x"], result["output.1"], rtol=1e-6)
     assert 0 < (result["slope"] == 0).sum() < 32
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda n: jnp.minimum(n, 3) - jnp.uint8(1),  # 255 for 0
+        lambda n: n.astype(jnp.int32) % jnp.minimum(n, 5).astype(jnp.int32),  # n itself for 0
+        lambda n: (jnp.minimum(n, 3).astype(jnp.int32) * 0 + 300).astype(jnp.uint8) + n,
+    ],
+    ids=["below_zero", "division_by_zero", "cast"],
+)
+def test_intervals_hold_what_wraps(count):
+    from meshlib.jax.importing.intervals import results_within
+
+    low, high = results_within(jax.make_jaxpr(count)(jnp.uint8(0)), [(0.0, 255.0)])[0]
+    for n in range(256):
+        assert low <= int(count(jnp.uint8(n))) <= high
