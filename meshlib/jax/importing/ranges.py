@@ -103,7 +103,7 @@ def _shifted(parts: Sequence[Part], dim: Dimension) -> Tensor | None:
         if cut is None:
             return None
         moves[cut.whole, cut.dim, (p.offset - cut.begin) % dim.size] = p.offset - cut.begin
-    if len(moves) > 1:
+    if len(moves) != 1:
         return None
     (((whole, name, _), offset),) = moves.items()
     inside = tensors[0][0].begin, tensors[-1][0].end

@@ -13,6 +13,7 @@ from jax import lax
 
 import meshlib as mtf
 from tests.effort import some
+from tests.jax.importing.checks import compared
 
 X, Y = 16, 8  # rows over four devices, 4 each
 
@@ -89,3 +90,10 @@ def test_halves_that_are_joined_again_stay_halves():
     program = mtf.lower(graph.outputs)
     sizes = [i.outputs[0].tensor.shape.size for i in program.instructions if i.opcode in ("negative", "multiply")]
     assert sizes == [X * Y // 2] * 2
+
+
+def test_of_a_padded_array_nothing_but_padding_is_read() -> None:
+    def loss(u):
+        return (jnp.pad(u, ((X, 0), (0, 0)), constant_values=2.0)[:X] * u**2).sum()
+
+    compared(loss, np.linspace(-1, 1, X * Y, dtype="f").reshape(X, Y), names={"u": "x y"}, layouts=[("p:4", "x:p")])
