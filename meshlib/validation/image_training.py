@@ -35,16 +35,18 @@ class PreparedImages:
     def seconds(self, physics: Physics) -> float:
         """Predicted seconds of the measured work: steps, evaluations, and hosts."""
         run = self.run
-        step = self.step.with_physics(physics).step_seconds
-        if run.host is not None:
-            step = run.host.step_seconds(step, run.batch / run.slice.hosts)
-        total = run.steps * step
+        total = run.steps * self.step_seconds(physics) + (run.host.run_seconds if run.host else 0.0)
         if self.evaluation is not None:
             one = self.evaluation.with_physics(physics).step_seconds
             total += math.ceil(run.evaluated / run.batch) * one
             if run.evaluation_seconds:  # training has the start of an evaluation once
                 total += max(0.0, run.evaluation_seconds - math.ceil(EVALUATED / run.batch) * one)
         return total
+
+    def step_seconds(self, physics: Physics) -> float:
+        """Predicted seconds of a training step, hosts included."""
+        step, host = self.step.with_physics(physics).step_seconds, self.run.host
+        return step if host is None else host.step_seconds(step, self.run.batch / self.run.slice.hosts)
 
     @property
     def utilisation(self) -> float:

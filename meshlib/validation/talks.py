@@ -5,8 +5,9 @@
     durations   RetinaNet on 128 and on 32 cores, BigGAN on 512, in minutes or hours
     (MLPerf's ResNet rows are part of `validate`.)
 
-Facts are rows of kind "talk" of `published_results.json`, with their sources. Times are those of whole runs. Host rates
-are fitted to two rows of the table of epochs (`hosts`); the same hosts feed RetinaNet, by the pixels that they decode.
+Facts are rows of kind "talk" of `published_results.json`, with their sources. Times are those of whole runs. What hosts
+take is fitted to the other rows of the table of epochs (`hosts`), and to all of them for the hosts that feed RetinaNet,
+by the pixels that they decode.
 
 Sources: ImageNet is the new MNIST, 2018; TPU pods and Mesh TensorFlow, 2019 (talks).
 """
@@ -27,7 +28,7 @@ from meshlib.models.images.biggan import BigGANConfig, gan_step
 from meshlib.models.images.resnet import ResNetConfig
 from meshlib.models.images.retinanet import RetinaNetConfig, detection_step
 from meshlib.optimize import AdamWOptimizer, MomentumOptimizer
-from meshlib.validation.hosts import Host, host_of, includes_input
+from meshlib.validation.hosts import Host, fitted_host, includes_input, table_of
 from meshlib.validation.image_training import prepare_images
 from meshlib.validation.images import image_run_of, is_of_images, resnet_name
 from meshlib.validation.policies import NotExpressed
@@ -45,7 +46,7 @@ DETECTION_PIXELS = 640 * 480  # size of a COCO image; the talk's data set is not
 class Epochs:
     """Training of ResNet-50 on `devices` of four chips each: stated and predicted minutes of a run.
 
-    `device_seconds`: a step on the chips alone; `step_seconds`: with hosts; `fixes`: whether hosts were fitted to it.
+    `device_seconds`: a step on the chips alone; `step_seconds`: with hosts.
     """
 
     devices: int
@@ -55,7 +56,6 @@ class Epochs:
     device_seconds: float
     step_seconds: float
     usd: float | None
-    fixes: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,10 @@ def talks(sizes: Sequence[int] = SIZES) -> Talks:
 
 
 def talk_host() -> Host:
-    """The host fitted to the table of epochs by `hosts`."""
-    return next(host for row in ROWS if includes_input(row) for host in host_of(row)[:1] if host is not None)
+    """The host fitted to the whole table of epochs."""
+    host = fitted_host(table_of(next(row for row in ROWS if includes_input(row))))
+    assert host is not None
+    return host
 
 
 def epochs(rows: Sequence[Any] | None = None) -> tuple[Epochs, ...]:
@@ -123,13 +125,14 @@ def epochs(rows: Sequence[Any] | None = None) -> tuple[Epochs, ...]:
             run = image_run_of(row)
         except NotExpressed:  # a batch that grows during training
             continue
-        seconds = prepare_images(run).seconds(CALIBRATED)
-        device = prepare_images(replace(run, host=None)).seconds(CALIBRATED) / run.steps
+        prepared = prepare_images(run)
+        seconds = prepared.seconds(CALIBRATED)
         price = run.slice.usd_per_hour
         predictions.append(
             Epochs(
-                run.slice.chips // 4, run.batch, run.measured_seconds / 60, seconds / 60, device, seconds / run.steps,
-                None if price is None else price * seconds / 3600, bool(run.apart),
+                run.slice.chips // 4, run.batch, run.measured_seconds / 60, seconds / 60,
+                prepared.step.with_physics(CALIBRATED).step_seconds, prepared.step_seconds(CALIBRATED),
+                None if price is None else price * seconds / 3600,
             )
         )  # fmt: skip
     return tuple(sorted(predictions, key=lambda e: (e.devices, e.batch)))
