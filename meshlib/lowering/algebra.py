@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from math import isfinite, prod
 from typing import Any, TypeAlias
@@ -30,7 +31,7 @@ class Sum:
     over: frozenset[str]
     parts: tuple[Mapping[Tensor, int], ...] = field(compare=False)  # the operands, in program order
 
-    @property
+    @cached_property
     def dims(self) -> tuple[Dimension, ...]:
         """Dims of the result."""
         dim_of_name = {d.name: d for part in self.parts for t in part for d in t.shape}

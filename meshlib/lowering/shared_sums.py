@@ -125,8 +125,9 @@ class _Choice:
 
     def _replaces_another(self, total: Sum, where: str) -> bool:
         """Let a sum replace one of equal size that follows from it."""
+        dims = {*total.dims}
         for key, members in self.groups.items():
-            if key[1] != where or key in self.used or {*key[0].dims} != {*total.dims}:
+            if key[1] != where or key in self.used or {*key[0].dims} != dims:
                 continue
             follows = self._resolved(key[0], where, {key[0]}, total)
             if follows and any(total in m.powers for m in follows):
