@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,9 +40,9 @@ class Engine:
     spare: SpareArrays | None = None
     operands: OperandCache | None = None
 
-    def key(self, name: str) -> Key:
-        """The random key of the operation `name` in this step."""
-        return fold(make_key(self.seed, name), self.step, *self.trips)
+    def key(self, name: str, trips: Iterable[int]) -> Key:
+        """The random key of the operation `name` in this step and these trips of the loops around it."""
+        return fold(make_key(self.seed, name), self.step, *trips)
 
     def in_trip(self, trip: int) -> Engine:
         """This engine inside one trip of a loop."""

@@ -36,9 +36,9 @@ def _numbers(
     (out,) = step.outs
     stream, dtype = step.params.get("stream"), DTYPES[out.dtype]
     of = f"{stream} part {part}" if stream and part else stream
-    return drawn_from(
-        w.shape(out.axes), (law, low, high), dtype if "float" in dtype else "float32", None, f"random_{law}", of
-    )
+    wide = dtype if "float" in dtype else "float32"
+    constant_over = step.params.get("constant_over", ())
+    return drawn_from(w.shape(out.axes), (law, low, high), wide, None, f"random_{law}", of, constant_over)
 
 
 def _draw_axes(axes: Axes, step: CodeStep) -> None:

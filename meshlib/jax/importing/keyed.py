@@ -1,25 +1,40 @@
 """Draws with equal keys, which give equal numbers in JAX: the draws of the library would be independent.
 
 A step that reads a key is the earlier one with an equal key where that is visible, and leaves loops that do not
-determine its key. In another body it draws from the same stream, if it is in loops of equal length. Otherwise the
-second draw is refused.
+determine its key. In another body it draws from the same stream, if the loops that determine its key are of equal
+length; over the other loops around it the numbers are constant. Otherwise the second draw is refused. So is a draw
+with a key that some trip of a loop has drawn with: `meshlib.jax.importing.key_forms`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from meshlib.jax.importing.code import CodeStep, Var, scan_sizes
+from meshlib.jax.importing.key_forms import Forms, Numbers
 from meshlib.jax.importing.trips import elements_of
 
 AGAIN = (
-    "a draw with a key that another loop has drawn with, of another length or for another distribution, which gives "
-    "the same numbers in JAX; draw once outside and pass the numbers, and import a loss without its gradient"
+    "a draw with a key that a loop has drawn with, of another length, in one of its trips or for another "
+    "distribution, which gives the same numbers in JAX; draw once outside and pass the numbers, and import a loss "
+    "without its gradient"
 )
+
+
+class Draw(NamedTuple):
+    """A draw by its kind, and the numbers in its keys where these may vary."""
+
+    kind: str
+    numbers: Numbers = ()
+
+    def repeats(self, other: Draw) -> bool:
+        """Whether it may give the numbers of another draw, of other keys that are derived alike."""
+        same = self.kind == other.kind or "random_bits" in (self.kind, other.kind)
+        return same and all(a & b for a, b in zip(self.numbers, other.numbers, strict=True))
 
 
 @dataclass(eq=False)
@@ -28,7 +43,7 @@ class Level:
 
     trips: int = 0
     steps: list[CodeStep] = field(default_factory=list)
-    keyed: dict[Hashable, list[Var]] = field(default_factory=dict)
+    keyed: dict[Hashable, list[Var]] = field(default_factory=dict)  # (identity, levels that decide) -> results
 
 
 @dataclass(eq=False)
@@ -36,8 +51,9 @@ class Keyed:
     """Identities of random keys, and the draws so far."""
 
     identities: dict[Var, Hashable] = field(default_factory=dict)
-    drawn: dict[Hashable, frozenset[str]] = field(default_factory=dict)  # bits -> kinds of their draws
-    # identity -> the first draw, and the trips of the loops around it
+    forms: Forms = field(default_factory=Forms)
+    drawn: dict[Hashable, frozenset[Draw]] = field(default_factory=dict)  # bits -> their draws
+    # identity -> the first draw, and the trips of the loops that determine its key
     first: dict[Hashable, tuple[CodeStep, tuple[int, ...]]] = field(default_factory=dict)
     _numbers: dict[Hashable, int] = field(default_factory=dict)
 
@@ -66,28 +82,33 @@ class Keyed:
         for x, stack in zip(own[carries:], given[carries:], strict=True):
             whole = self.identity(stack)
             self.identities[x] = whole[1] if isinstance(whole, tuple) and whole[0] == "stack" else ("slice", whole)
+            self.forms.slice(x, stack)
         sums = {e.outvars[0]: e.invars for e in jaxpr.eqns if e.primitive.name == "add"}
         for x, first, v, result in zip(own[:carries], given, inside, jaxpr.outvars, strict=False):
             a, b = (None, None) if hasattr(result, "val") else sums.get(result, (None, None))
             if x.key and (following := _following(jaxpr, inside.index(v), len(inside))) is not None:
                 self.identities[x] = ("carry", self.identity(first), following)
-            elif a is v and hasattr(b, "val") and not x.shape:
+                self.forms.carry(x, first, following)
+            elif a is v and b is not None and hasattr(b, "val") and not x.shape:
                 self.identities[x] = ("counter", self.identity(first), p["length"], p["reverse"], str(b))
+                self.forms.counter(x, first, b.val, p["length"])
 
     def stack(self, bodys: Sequence[Var], stacks: Sequence[Any]) -> None:
         """Identify the stacks of a body's results."""
         for y, whole in zip(bodys, stacks, strict=False):
             if isinstance(whole, Var):
                 self.identities[whole] = ("stack", self.identity(y))
+                self.forms.stack(whole, y)
 
     def add(self, step: CodeStep, levels: Sequence[Level]) -> list[Var] | None:
         """Results of a step that reads keys: of an equal one, or of this one, which is added; None if refused."""
         params = () if step.kind.startswith("jit:") else tuple((k, str(v)) for k, v in sorted(step.params.items()))
         types = tuple((out.shape, out.dtype) for out in step.outs)
         identity = self._number(step.kind, types, params, *map(self.identity, step.ins))
+        deciding = frozenset[int]().union(*map(self.forms.levels, step.ins))
         for level in levels:
-            if identity in level.keyed:
-                return level.keyed[identity]
+            if (identity, deciding) in level.keyed:
+                return level.keyed[identity, deciding]
         depth = len(levels) - 1
         while levels[depth].trips and all(x.const is not None or x.level < depth for x in step.ins):
             depth -= 1
@@ -95,23 +116,37 @@ class Keyed:
             return None
         for n, out in enumerate(step.outs):
             out.level, out.maker, self.identities[out] = depth, step, (identity, n)
+            if out.key and (exact := self.forms.exact(out)) is not None:
+                self.identities[out] = exact
         levels[depth].steps.append(step)
-        levels[depth].keyed[identity] = step.outs
+        levels[depth].keyed[identity, deciding] = step.outs
         return step.outs
 
     def _add_draw(self, step: CodeStep, identity: int, levels: Sequence[Level]) -> bool:
         """Record the draws of a step; False where they may repeat others with the same keys."""
         # Parts of a differentiated function may contain the bits of a distribution without its name.
-        keys = (self.identity(x) for x in step.ins if x.key)
-        bits = (step.params.get("bit_width", 32), step.outs[0].shape, *keys)
-        kinds = self.drawn.get(bits, frozenset())
-        around = tuple(level.trips for level in levels if level.trips)
+        keys = [x for x in step.ins if x.key]
+        bits = (step.params.get("bit_width", 32), step.outs[0].shape)
+        loops = [n for n, level in enumerate(levels) if level.trips > 1]
+        deciding = frozenset[int]().union(*map(self.forms.levels, keys))
+        around = tuple([levels[n].trips for n in loops if n in deciding])
+        constant_over = tuple([n for n, level in enumerate(reversed(loops)) if level not in deciding])
+        if constant_over:
+            step.params = {**step.params, "constant_over": constant_over}
         first, like = self.first.setdefault(identity, (step, around))
         if first is not step and around == like:
-            first.params = step.params = {**first.params, "stream": f"key {identity}"}
-        elif step.kind in kinds or (kinds and "random_bits" in {step.kind, *kinds}):
+            first.params = {**first.params, "stream": f"key {identity}"}
+            step.params = {**step.params, "stream": f"key {identity}"}
+            return True
+        whats, numbers = self.forms.of(keys)
+        equal, alike = (*bits, *map(self.identity, keys)), ("alike", *bits, *whats)
+        draws, others = self.drawn.get(equal, frozenset()), self.drawn.get(alike, frozenset())
+        own, varying = Draw(step.kind), Draw(step.kind, numbers)
+        if any(own.repeats(d) for d in draws):
             return False
-        self.drawn[bits] = kinds | {step.kind}
+        if any(varying.repeats(d) for d in others if d.numbers != numbers):
+            return False
+        self.drawn[equal], self.drawn[alike] = draws | {own}, others | {varying}
         return True
 
 

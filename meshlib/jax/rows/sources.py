@@ -17,7 +17,7 @@ from meshlib.core.initializers import limits
 from meshlib.core.random import PARITY, ROTATIONS
 from meshlib.jax.context import Array, Index
 from meshlib.jax.table import RowContext, rounded, row, storage, widest
-from meshlib.ops.pointwise.random import stream_of
+from meshlib.ops.pointwise.random import deciding_trips, stream_of
 
 
 @row("input")
@@ -94,7 +94,7 @@ def _random(part: RowContext) -> Array:
     context, op, out = part.context, part.operation, part.out
     base = context.keys[stream_of(op)]
     key = (base[0], base[1])
-    for number in (context.step, *context.trips):
+    for number in (context.step, *deciding_trips(op, context.trips)):
         key = threefry2x32(key, jnp.zeros((), jnp.uint32), number.astype(jnp.uint32))
     offsets = [part.offsets[n] for n in out.shape.names]
     x, y = threefry2x32(key, *_positions(offsets, out.shape.sizes, op.output.shape.sizes))

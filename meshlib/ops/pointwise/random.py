@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,14 +19,15 @@ from meshlib.ops.control.sources import beside, source
 from meshlib.ops.pointwise.binary import less
 from meshlib.ops.pointwise.casts import cast
 
+T = TypeVar("T")
+
 
 def _random_local(block: Block) -> Array:
     names, out = block.out.shape.names, block.out
     whole = block.operation.output.shape.sizes
-    offsets = [block.offsets[n] for n in names]
-    return initializers.draw(
-        block.attrs["law"], block.engine.key(stream_of(block.operation)), whole, offsets, out.shape.sizes, out.dtype
-    )
+    offsets, op = [block.offsets[n] for n in names], block.operation
+    key = block.engine.key(stream_of(op), deciding_trips(op, block.engine.trips))
+    return initializers.draw(block.attrs["law"], key, whole, offsets, out.shape.sizes, out.dtype)
 
 
 # Threefry-2x32 takes 20 rounds of 4 lane operations; half of them per value, since each call yields two words.
@@ -42,10 +43,25 @@ def stream_of(operation: Operation) -> str:
     return str(operation.attrs.get("stream", operation.name))
 
 
+def deciding_trips(operation: Operation, trips: Sequence[T]) -> list[T]:
+    """The trips of the loops around a draw, outermost first, without those of loops over which it is constant."""
+    constant_over = operation.attrs.get("constant_over", ())
+    return [trip for n, trip in enumerate(trips) if len(trips) - 1 - n not in constant_over]
+
+
 def drawn_from(
-    shape: object, law: tuple[str, float, float], dtype: object, name: str | None, what: str, stream: str | None = None
+    shape: object,
+    law: tuple[str, float, float],
+    dtype: object,
+    name: str | None,
+    what: str,
+    stream: str | None = None,
+    constant_over: tuple[int, ...] = (),
 ) -> Tensor:
-    """Random numbers from a distribution, in a stream of their own unless one is given."""
+    """Random numbers from a distribution, in a stream of their own unless one is given.
+
+    `constant_over`: enclosing loops, counted from the innermost, all of whose trips draw the same numbers.
+    """
     drawn = as_dtype(dtype)
     if not drawn.is_wide_float:
         raise ShapeError(f"{at(what)}: needs a float dtype to compute in, got {drawn.name}; cast the result")
@@ -54,6 +70,8 @@ def drawn_from(
     attrs: dict[str, Any] = {"shape": Shape(as_dims(shape, what)), "dtype": drawn, "law": law}
     if stream is not None:
         attrs["stream"] = stream
+    if constant_over:
+        attrs["constant_over"] = constant_over
     return build_source(current_graph(what), RANDOM, attrs, what if name is None else name).output
 
 

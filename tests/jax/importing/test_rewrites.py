@@ -412,7 +412,9 @@ def test_draws_with_equal_keys_are_equal():
         normal = jax.random.normal
         halves = [normal(jax.random.split(key)[0], (4,)) for _ in range(2)]
         _, rows = lax.scan(lambda c, x: (c, x + normal(key, (4,))), 0.0, jnp.zeros((3, 4)))  # such as locked dropout
-        _, others = lax.scan(lambda c, k: (c, normal(k, (4,)) + w), 0.0, jax.random.split(key, 3))
+        _, others = lax.scan(
+            lambda c, k: (c, normal(k, (4,)) + w), 0.0, jax.random.split(jax.random.fold_in(key, 7), 3)
+        )
         return halves[0] - halves[1], rows - rows[:1], rows[0] - normal(key, (4,)), others
 
     graph = mtf.from_jax(draw, np.float32(0), jax.random.key(0))
@@ -474,7 +476,7 @@ def test_equal_keys_in_loops_of_different_lengths_are_refused():
     def draw(w, key):
         return w + sum(carried_keys(lambda k: jax.random.normal(k, (4,)), key, length).sum() for length in (3, 4))
 
-    with pytest.raises(NotImported, match=r"normal \(test_rewrites.py:\d+\): a draw with a key that another loop"):
+    with pytest.raises(NotImported, match=r"normal \(test_rewrites.py:\d+\): a draw with a key that a loop"):
         mtf.from_jax(draw, np.float32(0), jax.random.key(0))
 
 

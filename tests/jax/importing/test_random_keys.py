@@ -1,0 +1,107 @@
+"""Draws with keys of random derivations: equal where JAX's are, or refused."""
+
+import random
+
+import numpy as np
+import pytest
+
+import meshlib as mtf
+from meshlib.jax.importing.code import NotImported
+
+jax = pytest.importorskip("jax")
+import jax.numpy as jnp  # noqa: E402
+from jax import lax  # noqa: E402
+
+SPLITS = 4
+
+
+def drawing(rng):
+    """A function of a key that draws in up to two nested loops, each of which determines the key or not."""
+    loops = [(rng.choice(["split", "some rows", "fold"]), rng.choice([2, 3]), rng.random() < 0.7) for _ in range(2)]
+    loops, last, n = loops[: rng.randrange(3)], rng.choice(["row", "fold", "split of fold"]), rng.randrange(3)
+
+    def draw(key, depth=0):
+        if depth == len(loops):
+            if last == "row":
+                return jax.random.normal(jax.random.split(key, SPLITS)[n], (3,))
+            key = jax.random.fold_in(key, n)
+            return jax.random.normal(key if last == "fold" else jax.random.split(key)[0], (3,))
+        kind, trips, decides = loops[depth]
+        if kind == "fold":
+            return lax.map(lambda n: draw(jax.random.fold_in(key, 2 * n) if decides else key, depth + 1), jnp.arange(3))
+        keys = jax.random.split(key, trips) if kind == "split" else jax.random.split(key, SPLITS)[1:trips]
+        return lax.map(lambda k: draw(k if decides else key, depth + 1), keys)
+
+    return draw
+
+
+def pattern(draws):
+    """For each row of numbers the first equal one."""
+    rows = [tuple(row) for draw in draws for row in np.round(np.reshape(draw, (-1, 3)), 5).tolist()]
+    return [rows.index(row) for row in rows]
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_numbers_are_equal_where_those_of_jax_are(seed):
+    rng = random.Random(seed)
+    key = jax.random.PRNGKey(7) if seed % 3 == 0 else jax.random.key(7)
+    draws = [drawing(rng) for _ in range(rng.choice([1, 2, 2]))]
+
+    def function(w, key):
+        return [w + draw(key) for draw in draws]
+
+    w = np.float32(0)
+    expected = pattern(function(w, key))
+    try:
+        graph = mtf.from_jax(function, w, key)
+    except NotImported:
+        assert expected != [*range(len(expected))]
+        return
+    program = mtf.lower(graph.outputs)
+    assert pattern(mtf.simulate(program).step(**graph.feeds(w, key)).values()) == expected
+    assert pattern(mtf.on_jax(program).step(**graph.feeds(w, key)).values()) == expected
+
+
+def in_a_trip(inside, outside):
+    """Draws in a loop, and one whose key equals that of one trip."""
+    return lambda w, key: (w + inside(key), jax.random.normal(outside(key), (3,)))
+
+
+def over(keys):
+    return lambda key: lax.map(lambda k: jax.random.normal(k, (3,)), keys(key))
+
+
+def raw_keys(key):
+    return jax.random.split(jax.random.key_data(key), 4)
+
+
+REFUSED = {
+    "row": in_a_trip(over(lambda k: jax.random.split(k, 4)), lambda k: jax.random.split(k, 4)[2]),
+    "overlapping rows": lambda w, key: (
+        w + over(lambda k: jax.random.split(k, 6)[:3])(key),
+        over(lambda k: jax.random.split(k, 6)[2:])(key),
+    ),
+    "folded counter": in_a_trip(
+        lambda k: lax.map(lambda n: jax.random.normal(jax.random.fold_in(k, 2 * n), (3,)), jnp.arange(4)),
+        lambda k: jax.random.fold_in(k, 6),
+    ),
+    "raw row": in_a_trip(
+        over(lambda k: jax.random.split(jax.random.key_data(k), 4)),
+        lambda k: jax.random.split(jax.random.key_data(k), 4)[1],
+    ),
+}
+
+
+@pytest.mark.parametrize("function", REFUSED.values(), ids=REFUSED)
+def test_a_key_of_one_trip_used_outside_its_loop_is_refused(function):
+    with pytest.raises(NotImported, match="a key that a loop has drawn with, of another length, in one of its trips"):
+        mtf.from_jax(function, np.float32(0), jax.random.key(0))
+
+
+def test_keys_of_a_loop_and_others_of_the_same_split_are_distinct():
+    def function(w, key):
+        keys = jax.random.split(key, 4)
+        return w + over(lambda _: keys[1:])(key), jax.random.normal(keys[0], (3,))
+
+    graph = mtf.from_jax(function, np.float32(0), jax.random.key(0))
+    assert pattern(mtf.simulate(mtf.lower(graph.outputs)).step().values()) == [0, 1, 2, 3]
