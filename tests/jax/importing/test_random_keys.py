@@ -105,3 +105,26 @@ def test_keys_of_a_loop_and_others_of_the_same_split_are_distinct():
 
     graph = mtf.from_jax(function, np.float32(0), jax.random.key(0))
     assert pattern(mtf.simulate(mtf.lower(graph.outputs)).step().values()) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("loop", ["slices", "carry"])
+def test_nested_loops_over_the_same_keys_draw_by_their_own_trips(loop):
+    def over_keys(draw, key):
+        if loop == "slices":
+            return lax.map(draw, jax.random.split(key, 3))
+
+        def trip(key, _):
+            key, own = jax.random.split(key)
+            return key, draw(own)
+
+        return lax.scan(trip, key, None, length=3)[1]
+
+    def function(w, key):
+        return over_keys(
+            lambda a: over_keys(lambda b: w + jnp.stack([jax.random.normal(k, (3,)) for k in (a, b)]), key), key
+        )
+
+    key = jax.random.key(7)
+    graph = mtf.from_jax(function, np.float32(0), key)
+    numbers = mtf.simulate(mtf.lower(graph.outputs)).step().values()
+    assert pattern(numbers) == pattern([function(np.float32(0), key)])
