@@ -108,6 +108,38 @@ def test_streams_of_benchmarks_have_no_passes():
     assert found.predicted_seconds == pytest.approx(found.measured_seconds, rel=0.1)
 
 
+def product(batch: int, m: int, k: int, n: int, dtype: str) -> Row:
+    dims = [D("batch", batch)] if batch > 1 else []
+    left, right = [*dims, D("m", m), D("k", k)], [*dims, D("k", k), D("n", n)]
+    result = [*dims, D("m", m), D("n", n)]
+    return alone(lambda: mtf.einsum([mtf.input("x", left, dtype), mtf.input("w", right, dtype)], result))
+
+
+@pytest.mark.parametrize(
+    ("batch", "m", "k", "n", "dtype", "microseconds"),
+    [  # cycles that libtpu 0.0.42.1 reports for v5e, over its clock
+        (1, 192, 4096, 4624, "bfloat16", 98.5),
+        (1, 1152, 7040, 145, "bfloat16", 40.0),
+        (1, 752, 496, 5248, "bfloat16", 66.6),
+        (1, 520, 16, 7024, "bfloat16", 36.8),
+        (1, 7622, 128, 512, "float32", 33.5),
+        (64, 480, 368, 25, "bfloat16", 58.0),
+    ],
+)
+def test_products_that_traffic_bounds_take_the_sum_of_both(batch, m, k, n, dtype, microseconds):
+    row = product(batch, m, k, n, dtype)
+    assert row.hbm_seconds > row.mxu_seconds
+    assert row.seconds * 1e6 == pytest.approx(microseconds, rel=0.06)
+
+
+def test_a_product_overlaps_as_it_outlasts_its_traffic():
+    """More rows take no less time, from products that traffic bounds to products of twice its time."""
+    rows = [product(1, m, 4096, 4096, "bfloat16") for m in range(128, 4097, 128)]
+    assert rows[0].hbm_seconds > rows[0].mxu_seconds
+    assert rows[-1].mxu_seconds > 2 * rows[-1].hbm_seconds
+    assert [row.seconds for row in rows] == sorted(row.seconds for row in rows)
+
+
 @pytest.mark.parametrize("chip", ["v5e-1", "v6e-1", "v7-2x2x1"])
 def test_a_product_is_launched_in_as_many_cycles_on_every_chip(chip):
     name = chip.split("-")[0]

@@ -39,7 +39,7 @@ from hardware.core import Matmul, Time, Work, time_of
 from hardware.memory import hbm_seconds, vmem_bytes
 from hardware.vpu import vpu_seconds
 from meshlib.estimation.time.physics import Physics
-from meshlib.estimation.work.kernel_passes import Passes, awaited_seconds, product_launch_seconds, summed_block_bytes
+from meshlib.estimation.work.kernel_passes import Passes, idle_seconds, product_launch_seconds, summed_block_bytes
 from meshlib.estimation.work.kernels import Kernel
 from meshlib.estimation.work.products import Attention
 from meshlib.estimation.work.vmem_reuse import finds_operand, found_bytes, kept_bytes
@@ -156,7 +156,10 @@ class Times:
         share = self.physics.lone_passes
         if time.mxu_seconds:
             ((product, sizes),) = kernel.matmuls
-            exposed = max(time.exposed_seconds, share * awaited_seconds(self.chip, product, sizes))
+            spread = passes.block_bytes if self.chip.vpu_bf16 else 0
+            traffic = time.hbm_seconds - hbm_seconds(self.chip, share * spread)
+            bare = idle_seconds(self.chip, product, sizes, time.mxu_seconds, traffic)
+            exposed = max(time.exposed_seconds, share * bare)
             return replace(time, launch_seconds=product_launch_seconds(self.chip), exposed_seconds=exposed)
         launch = time.launch_seconds * passes.launches
         loop = share * passes.loop_seconds(self.chip, time.traffic_bytes)

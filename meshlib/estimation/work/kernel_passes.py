@@ -10,14 +10,16 @@ result is rounded from one. These blocks count like operands.
 A pass of one instruction is no fusion. Where its operands exceed a window, its loop over registers of 8 x 128 does not
 overlap with the copies of the next window (`Chip.vector_loop_cycles` each).
 
-A product starts when half of an operand that stays in VMEM has arrived, and its launch is work of the core: the same
-cycles on every chip as on the one where it was measured.
+A product starts when half of an operand that stays in VMEM has arrived. It overlaps with its traffic for no longer than
+it outlasts that: where traffic takes longer, compilers add up the two. A result's float32 block is part of this sum
+before v6e; a product of 1,024 rows on v7 would take 17 % longer with it than measured. The launch of a product is work
+of the core: the same cycles on every chip as on the one where it was measured.
 
 Scope: programs of one group, which compilers estimate. Measured training steps, which pipeline their groups, show none
 of these costs (`meshlib.estimation.time.physics`); their groups are priced by the values that cross their boundaries.
 
 Sources: fusions and cycles that XLA for TPUs reports for softmax, norms, reductions, casts, element-wise operations and
-products alone, on v4, v5e and v6e; the names of these fusions (`convert_reduce_fusion`, `multiply_reduce_fusion`,
+products alone, on v4, v5e, v5p and v6e; the names of these fusions (`convert_reduce_fusion`, `multiply_reduce_fusion`,
 `add_rsqrt_fusion`) in profiles. Launch: `hardware.chip_figures`.
 """
 
@@ -97,12 +99,21 @@ def product_launch_seconds(chip: Chip) -> float:
     return chip.launch_seconds * LAUNCH_CLOCK_HZ / chip.clock_hz
 
 
-def awaited_seconds(chip: Chip, product: Matmul, sizes: tuple[float, float]) -> float:
-    """Seconds until half of the larger operand has arrived, if it fits half of VMEM; otherwise 0."""
+def idle_seconds(
+    chip: Chip, product: Matmul, sizes: tuple[float, float], mxu_seconds: float, traffic_seconds: float
+) -> float:
+    """Seconds of a lone product's HBM traffic during which the MXU waits; 0 if no operand stays in VMEM.
+
+    Args:
+      sizes: bytes per element of both operands.
+      mxu_seconds, traffic_seconds: MXU and HBM time of the product, either alone.
+    """
     left = sizes[0] * product.m * product.k
     right = sizes[1] * product.taps * product.k * product.n
     larger = product.batch * max(left, right)
-    return hbm_seconds(chip, larger / 2) if larger <= vmem_bytes(chip) // 2 else 0.0
+    if larger > vmem_bytes(chip) // 2:
+        return 0.0
+    return max(hbm_seconds(chip, larger / 2), min(traffic_seconds, 2 * traffic_seconds - mxu_seconds))
 
 
 def summed_block_bytes(chip: Chip, product: Matmul) -> int:
