@@ -33,15 +33,17 @@ class Homes:
     rules: LayoutRules
     regather: bool = True
     destinations: dict[Tensor, Destination] = field(default_factory=dict)  # accumulators of a loop's body
-    scopes: dict[Tensor, str] = field(default_factory=dict)  # scope of each tensor, independent of the layout
+    # Scope of each tensor, and whether it is a weight: independent of the layout.
+    scopes: dict[Tensor, tuple[str, bool]] = field(default_factory=dict)
     _made: dict[Tensor, Sharding] = field(default_factory=dict)
     _held: dict[Tensor, tuple[Sharding, Axes] | None] = field(default_factory=dict)
 
     def held(self, t: Tensor) -> tuple[Sharding, Axes] | None:
         """Assigned sharding of a variable and the axes over which it is stationary; None if there are none."""
+        if not (self.scopes.get(t) or self._described(t))[1]:
+            return None
         if t not in self._held:
-            stay = (axis for d in t.shape for axis in stationary_axes(self.rules, d))
-            axes = tuple(stay) if is_weight(t) else ()
+            axes = tuple([axis for d in t.shape for axis in stationary_axes(self.rules, d)])
             self._held[t] = (self.of(t), axes) if axes else None
         return self._held[t]
 
@@ -62,10 +64,11 @@ class Homes:
 
     def scope(self, t: Tensor) -> str:
         """Scope of the rules that apply to a tensor: cached `scope_of`."""
-        scope = self.scopes.get(t)
-        if scope is None:
-            scope = self.scopes[t] = scope_of(t)
-        return scope
+        return (self.scopes.get(t) or self._described(t))[0]
+
+    def _described(self, t: Tensor) -> tuple[str, bool]:
+        described = self.scopes[t] = scope_of(t), is_weight(t)
+        return described
 
     def of(self, t: Tensor) -> Sharding:
         """Assigned sharding of a tensor."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from itertools import combinations, permutations, product
 from math import inf, prod
 from typing import NamedTuple, TypeAlias
@@ -105,7 +106,12 @@ class End:
         """Its axis in a table."""
         return self.variable, self.of
 
-    @property
+    @cached_property
+    def first(self) -> list[int]:
+        """The first placement of each class; 0 if it has none."""
+        return [wanted[0] if wanted else 0 for wanted in self.classes]
+
+    @cached_property
     def most(self) -> int:
         """The largest number of placements of a class."""
         return max(map(len, self.classes))
@@ -174,15 +180,18 @@ class _Tables:
 
     def _nearest(self, rows: Sequence[Sequence[int]]) -> Floats:
         """Cost of each placement (columns) from the nearest of each row's placements."""
-        if all(len(row) == 1 for row in rows):
-            return self.between[[row[0] for row in rows]]
-        return np.array([np.min(self.between[list(row)], axis=0, initial=inf) for row in rows])
+        most = max(map(len, rows))
+        if not all(rows):  # nothing is nearest to no placement
+            return np.array([np.min(self.between[list(row)], axis=0, initial=inf) for row in rows])
+        near = self.between[[row + row[:1] * (most - len(row)) for row in rows]]
+        return near[:, 0] if most == 1 else np.minimum.reduce(near, axis=1)
 
     def _costs_of(self, use: End, root: Floats) -> Floats:
         """Cost of each class of a use (columns) from each row of `root`: of its placements, one from another or not."""
-        costs = root[:, [wanted[0] if wanted else 0 for wanted in use.classes]]
-        costs[:, [not wanted for wanted in use.classes]] = 0
-        for size in {len(wanted) for wanted in use.classes if len(wanted) > 1}:
+        costs = root[:, use.first]
+        if not all(use.classes):
+            costs[:, [not wanted for wanted in use.classes]] = 0
+        for size in {len(wanted) for wanted in use.classes} - {0, 1} if use.most > 1 else ():
             some = [n for n, wanted in enumerate(use.classes) if len(wanted) == size]
             sets = np.array([use.classes[n] for n in some])
             shared = _min_plus(root, self._together(self.between, sets))  # from one copy more
@@ -222,7 +231,9 @@ class _Tables:
     def _hubs(self, root: Floats, mine: Sequence[End], following: Sequence[End]) -> _Hubs:
         """The sets of copies that the uses `mine` of a region may share; `following` are uses of later ones."""
         most = min(HUBS, sum([use.most for use in (*mine, *following)]))
-        sets = self._sets(self._candidates(root, mine, following), most)
+        candidates = self._candidates(root, mine, following)
+        free = (self.between == 0)[candidates[:, None], candidates]
+        sets = [candidates[some] for some in _sets(free.tobytes(), len(candidates), most)]
         if all(not all(use.classes) for use in mine):  # possibly no use needs anything
             sets.insert(0, np.zeros((1, 0), np.intp))
         link = np.concatenate([self._together(root, some) for some in sets], axis=1)
@@ -239,20 +250,8 @@ class _Tables:
         lasting = {s for end in self.made for row in end.classes for s in row if self.light[s]}
         later = {s for u in following for c in u.classes for s in c if self.light[s]}
         some = {*wanted, *lasting, *later, *(self.slices if following else ()), self.number(self.home)}
-        return np.array(sorted(s for s in some if np.isfinite(root[:, s]).any()))
-
-    def _sets(self, candidates: Ints, most: int) -> list[Ints]:
-        """Sets of up to `most` candidates, by size, of which none is a free slice of another."""
-        free = (self.between == 0) | (self.between == 0).T
-        sets: list[Ints] = []
-        for count in range(1, most + 1):
-            chosen = np.array(list(combinations(candidates, count)), np.intp).reshape(-1, count)
-            for a, b in combinations(range(count), 2):
-                chosen = chosen[~free[chosen[:, a], chosen[:, b]]]
-            if sum(map(len, sets)) + len(chosen) > MOST_HUB_SETS and count > 1:
-                break
-            sets.append(chosen)
-        return sets
+        candidates = np.array(sorted(some))
+        return candidates[np.isfinite(root[:, candidates]).any(axis=0)]
 
     def _together(self, root: Floats, sets: Ints) -> Floats:
         """Cost of reaching all placements of each set (columns), each from the nearest copy, from each row of `root`.
@@ -262,15 +261,13 @@ class _Tables:
         count = sets.shape[1]
         if not count:
             return np.zeros((len(root), len(sets)))
-        costs = []
-        for order in permutations(range(count)) if count <= 3 else [range(count)]:
-            columns = sets.T[list(order)]
-            total = root[:, columns[0]]
-            for n in range(1, count):
-                nearest = np.minimum.reduce(self.between[columns[:n], columns[n]], axis=0)
-                total = total + np.minimum(root[:, columns[n]], nearest)
-            costs.append(total)
-        return costs[0] if len(costs) == 1 else np.minimum.reduce(costs)
+        columns = sets.T[_orders(count)]  # [place in the order, order, set]
+        total = root[:, columns[0]]
+        for n in range(1, count):
+            nearest = np.minimum.reduce(self.between[columns[:n], columns[n]], axis=0)
+            total = total + np.minimum(root[:, columns[n]], nearest)
+        costs: Floats = np.minimum.reduce(total, axis=1)
+        return costs
 
     def _from_lasting(self, sets: Ints) -> Floats:
         """Cost of each placement from each set of copies, as far as later regions may use it or free slices of it."""
@@ -297,6 +294,32 @@ class _Tables:
                 shape[variables.index(v)] = len(of)
             index.append(of.reshape(shape))
         graph.add(variables, table[tuple(index)])
+
+
+@lru_cache(maxsize=1 << 10)
+def _sets(free: bytes, number: int, most: int) -> Sequence[Ints]:
+    """Sets of up to `most` of a number of candidates, by size, of which none is a free slice of another.
+
+    Args:
+      free: whether each candidate (rows) can be sliced to each (columns), as an array's bytes.
+    """
+    slices = np.frombuffer(free, np.bool_).reshape(number, number)
+    related = slices | slices.T
+    sets: list[Ints] = []
+    for count in range(1, most + 1):
+        chosen = np.array(list(combinations(range(number), count)), np.intp).reshape(-1, count)
+        for a, b in combinations(range(count), 2):
+            chosen = chosen[~related[chosen[:, a], chosen[:, b]]]
+        if sum(map(len, sets)) + len(chosen) > MOST_HUB_SETS and count > 1:
+            break
+        sets.append(chosen)
+    return sets
+
+
+@lru_cache
+def _orders(count: int) -> Ints:
+    """The orders (columns) of a set's members by place (rows): all of up to three members, otherwise the given one."""
+    return np.array(list(permutations(range(count))) if count <= 3 else [tuple(range(count))]).T
 
 
 def _axes(ends: Sequence[End]) -> Sequence[Axis]:

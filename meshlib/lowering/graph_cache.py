@@ -70,7 +70,7 @@ class Memos:
     signatures: Signatures = field(default_factory=Signatures)
     _prices: dict[Balance, Prices] = field(default_factory=dict)
     computations: set[object] = field(default_factory=set)
-    scopes: dict[Tensor, str] = field(default_factory=dict)  # see `Homes`
+    scopes: dict[Tensor, tuple[str, bool]] = field(default_factory=dict)  # see `Homes`
     _simplified: dict[object, Simplified] = field(default_factory=dict)
     _sharings: dict[object, Sharing | None] = field(default_factory=dict)
     _repetitions: dict[object, Repetition | None] = field(default_factory=dict)

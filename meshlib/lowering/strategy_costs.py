@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from layouts import Mesh, Sharding
+from meshlib.core.opdef import Work
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import Binding
 from meshlib.lowering.cost_tables import Floats
@@ -17,7 +18,7 @@ from meshlib.lowering.expected_halos import Near
 from meshlib.lowering.materialisation import axes_price
 from meshlib.lowering.strategies import Axes, Choice, Question, assignments, pass_options
 from meshlib.program.exchanges import busiest_bytes
-from meshlib.program.signature import Assigned, Signature
+from meshlib.program.signature import Signature
 
 # (an operand's assigned sharding, axes over which it is stationary)
 Stationary: TypeAlias = tuple[Sharding, Axes] | None
@@ -30,15 +31,6 @@ class Strategy(NamedTuple):
     cost: float
     made: tuple[Sharding, ...]  # placements of the result: as computed, and after the reshard to its binding
     home_cost: float  # of that reshard
-
-
-class Option(NamedTuple):
-    """An assignment of axes to factors, with pending sums that pass through."""
-
-    axes: Mapping[str, Axes]
-    passed: tuple[Axes, ...]
-    counts: tuple[int, ...]  # number of blocks of each factor
-    assigned: Assigned
 
 
 class StrategySet:
@@ -75,7 +67,7 @@ class Pricing:
         key = (asked, *held)
         known = self._strategies.get(key)
         if known is None:
-            possible = [self._priced(option) for option in self._options(asked)]
+            possible = [self._priced(choice, work) for choice, work in self._options(asked)]
             # If every strategy moves a weight that should be stationary, as with a convolution's whole kernel, it
             # moves.
             staying = [s for s in possible if not self._moves(s.choice, held)] if any(held) else possible
@@ -92,38 +84,36 @@ class Pricing:
             for a in each[1]
         )
 
-    def _options(self, asked: Question) -> Iterator[Option]:
-        """All possible assignments of axes to factors."""
+    def _options(self, asked: Question) -> Iterator[tuple[Choice, Work]]:
+        """All possible choices, with the work of one device."""
         signature, mesh = self.signature, self.home.mesh
         for passed in pass_options(signature.linear, asked):
             key = (asked.splits, asked.orders, passed, mesh)
             options = signature.options.get(key)  # shared by operations of several kinds
             if options is None:
                 options = signature.options[key] = list(_possible(signature, asked, passed, mesh))
-            for option in options:
-                if signature.cut(option.counts) is not None:
-                    yield option
+            for choice, counts in options:
+                blocks = signature.cut(counts)
+                if blocks is not None:
+                    yield choice, blocks.work
 
-    def _priced(self, option: Option) -> Strategy:
-        """An assignment with its price."""
-        axes, passed, counts, assigned = option
+    def _priced(self, choice: Choice, work: Work) -> Strategy:
+        """A choice with its price."""
         home, prices = self.home, self.balance.axis_prices
-        blocks = self.signature.cut(counts)
-        assert blocks is not None
-        out = assigned.out
-        exchanges = [e for e in assigned.exchanges if (e.operand, e.dim) not in self.near]
-        strays = sum(map(len, passed)) + (out.axes != home.axes)
+        out = choice.out
+        strays = sum(map(len, choice.passed)) + (out.axes != home.axes)
         home_cost = 0.0
-        cost = self.balance.bytes_of(blocks.work) - self._plain + STRAY * strays
-        cost += (COLLECTIVE + self.balance.collective_bytes) * len(exchanges)
-        for over in dict.fromkeys(e.axes for e in exchanges):
-            cost += busiest_bytes((e, 1) for e in exchanges if e.axes == over) * axes_price(over, prices)
+        cost = self.balance.bytes_of(work) - self._plain + STRAY * strays
+        if choice.exchanges:
+            exchanges = [e for e in choice.exchanges if (e.operand, e.dim) not in self.near]
+            cost += (COLLECTIVE + self.balance.collective_bytes) * len(exchanges)
+            for over in dict.fromkeys(e.axes for e in exchanges):
+                cost += busiest_bytes((e, 1) for e in exchanges if e.axes == over) * axes_price(over, prices)
         results: tuple[Sharding, ...] = (out,)
         settled = self.binding.settled(out, home)
         if settled != out:
             home_cost = float(distances((out, settled), self.signature.op.output.dtype.itemsize, self.balance)[0, 1])
             results = (out, settled)
-        choice = Choice(axes, assigned.operands, out, assigned.exchanges, passed)
         return Strategy(choice, cost + home_cost, results, home_cost)
 
     def _undominated(self, strategies: list[Strategy]) -> list[Strategy]:
@@ -171,13 +161,15 @@ class Pricing:
         return bool(np.count_nonzero(own[:, None] + least > own + 1e-9) == len(own) * (len(own) - 1))
 
 
-def _possible(signature: Signature, asked: Question, passed: tuple[Axes, ...], mesh: Mesh) -> Iterator[Option]:
-    """The possible assignments where these pending sums pass through."""
+def _possible(
+    signature: Signature, asked: Question, passed: tuple[Axes, ...], mesh: Mesh
+) -> Iterator[tuple[Choice, tuple[int, ...]]]:
+    """The possible choices where these pending sums pass through, with the number of blocks of each factor."""
     for axes in assignments(signature, asked, passed, mesh):
         assigned = signature.under(mesh, axes, passed)
         if assigned is not None:
             counts = tuple([mesh.group_size(axes.get(name, ())) for name in signature.names])
-            yield Option(axes, passed, counts, assigned)
+            yield Choice(axes, assigned.operands, assigned.out, assigned.exchanges, passed), counts
 
 
 @lru_cache(maxsize=1 << 12)
@@ -192,7 +184,9 @@ def _least_between(
     least = _least_sent(*outs)
     for placements, itemsize in operands:
         least = least + _least_sent(placements, itemsize).T
-    return least, float(np.min(least + np.diag(np.full(len(least), np.inf))))
+    others = least.copy()
+    others.flat[:: len(least) + 1] = np.inf
+    return least, float(np.minimum.reduce(others, axis=None))
 
 
 @lru_cache(maxsize=1 << 12)
