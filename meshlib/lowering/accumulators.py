@@ -99,20 +99,20 @@ def accumulated_terms(
     Where a branch of the body adds to a carry, the term is the branch's result. `of_branch`: if `op` is a branch,
     whether the enclosing loop accumulates a result of it; the carry is that accumulator then, and may begin anywhere.
     """
-    results = loop.results
-    operations = needed(loop.body.known.get(y, y).operation for y in results)
-    befores = loop.outputs(op.outputs).befores
+    results, befores = loop.results, loop.outputs(op.outputs).befores
+    begun = [
+        n
+        for n in range(len(loop.given.inits))
+        if not graph.uses.get(befores[n])  # a gradient that reads the carry before each trip needs it complete
+        and (is_zero(graph.inputs[op][n].operation) or (loop.branch is not None and of_branch(op.outputs[n])))
+    ]
+    operations = needed(loop.body.known.get(y, y).operation for y in results) if begun else ()
     terms: dict[int, Tensor] = {}
-    for n, (carry, end) in enumerate(zip(loop.given.inits, loop.made.finals, strict=True)):
-        add = end.operation
+    for n in begun:
+        carry, end = loop.given.inits[n], loop.made.finals[n]
         uses = sum(x is carry for other in operations for x in other.inputs) + results.count(carry)
-        # The carry before each trip is read only by a gradient; then it must be complete.
-        stacked = graph.uses.get(befores[n])
         alone = results.count(end) == 1 and not any(end in x.inputs for x in operations)
-        begins = is_zero(graph.inputs[op][n].operation) or (loop.branch is not None and of_branch(op.outputs[n]))
-        if not (begins and uses == 1 and alone and not stacked):
-            continue
-        term = _term(add, carry, end)
+        term = _term(end.operation, carry, end) if uses == 1 and alone else None
         if term is not None:
             terms[n] = term
     return terms

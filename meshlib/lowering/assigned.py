@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from layouts import Dimension, LayoutRules, Mesh, Report, Shape, Sharding, check
 from layouts.checking import some
@@ -24,6 +24,14 @@ NO_RULES = LayoutRules()
 Entry: TypeAlias = tuple[str, Shape, str]  # (label, shape, scope) of a tensor
 
 
+class Traits(NamedTuple):
+    """The scope of the rules that apply to a tensor, and whether it is a weight, or internal to the library."""
+
+    scope: str
+    is_weight: bool
+    is_inner: bool
+
+
 @dataclass(eq=False)
 class Homes:
     """Assigned shardings of one graph's tensors under one layout, computed on demand."""
@@ -33,14 +41,13 @@ class Homes:
     rules: LayoutRules
     regather: bool = True
     destinations: dict[Tensor, Destination] = field(default_factory=dict)  # accumulators of a loop's body
-    # Scope of each tensor, and whether it is a weight: independent of the layout.
-    scopes: dict[Tensor, tuple[str, bool]] = field(default_factory=dict)
+    known_traits: dict[Tensor, Traits] = field(default_factory=dict)  # independent of the layout
     _made: dict[Tensor, Sharding] = field(default_factory=dict)
     _held: dict[Tensor, tuple[Sharding, Axes] | None] = field(default_factory=dict)
 
     def held(self, t: Tensor) -> tuple[Sharding, Axes] | None:
         """Assigned sharding of a variable and the axes over which it is stationary; None if there are none."""
-        if not (self.scopes.get(t) or self._described(t))[1]:
+        if not self.traits(t).is_weight:
             return None
         if t not in self._held:
             axes = tuple([axis for d in t.shape for axis in stationary_axes(self.rules, d)])
@@ -60,15 +67,18 @@ class Homes:
 
     def inside(self, body: Graph) -> Homes:
         """Assigned shardings inside a loop's body, under the same layout."""
-        return Homes(body, self.mesh, self.rules, self.regather, scopes=self.scopes)
+        return Homes(body, self.mesh, self.rules, self.regather, known_traits=self.known_traits)
 
     def scope(self, t: Tensor) -> str:
         """Scope of the rules that apply to a tensor: cached `scope_of`."""
-        return (self.scopes.get(t) or self._described(t))[0]
+        return self.traits(t).scope
 
-    def _described(self, t: Tensor) -> tuple[str, bool]:
-        described = self.scopes[t] = scope_of(t), is_weight(t)
-        return described
+    def traits(self, t: Tensor) -> Traits:
+        """What determines a tensor's assigned sharding, apart from the layout."""
+        traits = self.known_traits.get(t)
+        if traits is None:
+            traits = self.known_traits[t] = Traits(scope_of(t), is_weight(t), is_inner(t))
+        return traits
 
     def of(self, t: Tensor) -> Sharding:
         """Assigned sharding of a tensor."""
@@ -87,8 +97,8 @@ class Homes:
         if op.opdef.kind is Kind.VIEW and is_constrained(t, self.rules):
             before, names = self.of(op.inputs[0]), {f.outputs[0]: str(f.operands[0]) for f in op.opdef.roles(op)}
             return Sharding(t.shape, self.mesh, [before.of(names[d.name]) for d in t.shape])
-        scope = self.scope(t)
-        if is_inner(t):
+        scope, _, inner = self.traits(t)
+        if inner:
             return self.rules.fitting(t.shape, self.mesh, scope)
         try:
             return self.rules.sharding(t.shape, self.mesh, scope)

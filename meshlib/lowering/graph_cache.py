@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from layouts import Sharding
 from meshlib.core.graph import Graph, Operation, Tensor
+from meshlib.lowering.assigned import Traits
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import Binding
 from meshlib.lowering.elimination import FactorGraph
@@ -43,6 +44,7 @@ class Prices:
     home_choices: dict[tuple[Signature, Sharding], Choice | None] = field(default_factory=dict)
     interned: SharedValues = field(default_factory=SharedValues)
     alike: dict[object, Values] = field(default_factory=dict)  # values of alike operations
+    _values: dict[ValuesKey, Values] = field(default_factory=dict)
 
     def of(self, signature: Signature, home: Sharding, binding: Binding, near: Near) -> Pricing:
         """The strategies of alike operations."""
@@ -54,9 +56,9 @@ class Prices:
 
     def values(self, op: Operation, signature: Signature, key: ValuesKey) -> Values:
         """The values of the variables of alike operations."""
-        values = self.interned.values.get(key)
+        values = self._values.get(key)
         if values is None:
-            values = self.interned.values[key] = Values(op, signature, key, self.interned, self.balance)
+            values = self._values[key] = Values(op, signature, key, self.interned, self.balance)
         return values
 
     def __len__(self) -> int:
@@ -70,7 +72,7 @@ class Memos:
     signatures: Signatures = field(default_factory=Signatures)
     _prices: dict[Balance, Prices] = field(default_factory=dict)
     computations: set[object] = field(default_factory=set)
-    scopes: dict[Tensor, tuple[str, bool]] = field(default_factory=dict)  # see `Homes`
+    traits: dict[Tensor, Traits] = field(default_factory=dict)  # see `Homes`
     _simplified: dict[object, Simplified] = field(default_factory=dict)
     _sharings: dict[object, Sharing | None] = field(default_factory=dict)
     _repetitions: dict[object, Repetition | None] = field(default_factory=dict)

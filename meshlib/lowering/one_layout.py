@@ -22,11 +22,12 @@ from meshlib.lowering.materialisation import axes_price
 from meshlib.lowering.ordering import order_and_fuse
 from meshlib.lowering.partition import Partitioner
 from meshlib.lowering.passes import join_gathers, merge_small_collectives, remove_dead_code
-from meshlib.lowering.problem import Choices, Problem, best_choices
+from meshlib.lowering.problem import Problem, best_choices
 from meshlib.lowering.repeated_choice import repeated_choices
 from meshlib.lowering.repetition import Irregular, Repetition
 from meshlib.lowering.shared_sums import split_sums
 from meshlib.lowering.simplification import Simplified
+from meshlib.lowering.strategies import Choices
 from meshlib.lowering.unrolling import unrolled
 from meshlib.program.checker import Sound, check_program
 from meshlib.program.instructions import Value
@@ -34,6 +35,7 @@ from meshlib.program.records import Program
 
 Nears: TypeAlias = Mapping[Operation, Near]  # see `near_shifts`
 Choose: TypeAlias = Callable[[Problem], tuple[Choices, float]]
+Trial: TypeAlias = Callable[[Tensor], tuple[Sharding, Makers]]
 Lowered: TypeAlias = Callable[[Simplified, Homes, Nears, bool], Program]
 PASSES = (remove_dead_code, share_halos, join_gathers, merge_small_collectives, order_and_fuse)
 LITTLE = 1e-3  # of the bytes sent: smaller savings are not worth a second search
@@ -59,7 +61,7 @@ class Lowering:
     passes: Sequence[Callable[[Program], Program]] = field(default_factory=lambda: PASSES)
     # Alike loops are lowered once.
     _bodies: dict[object, Program] = field(default_factory=dict)
-    _trials: dict[object, Partitioner] = field(default_factory=dict)
+    _trials: dict[object, Trial] = field(default_factory=dict)
 
     def program(self, simple: Simplified, fetched: Mapping[str, Tensor], counts_steps: bool) -> Program:
         """The whole program, after all passes."""
@@ -88,7 +90,7 @@ class Lowering:
 
     def _whole(self, simple: Simplified, fetched: Mapping[str, Tensor], counts_steps: bool) -> Program:
         """The whole program, every operation lowered separately."""
-        homes = Homes(simple.graph, self.mesh, self.rules, self.regather, scopes=self.memos.scopes)
+        homes = Homes(simple.graph, self.mesh, self.rules, self.regather, known_traits=self.memos.traits)
 
         def lowered(simple: Simplified, homes: Homes, near: Nears, across: bool) -> Program:
             returned = {name: simple.of(t) for name, t in fetched.items()}
@@ -130,21 +132,15 @@ class Lowering:
         program = self._bodies[key] = self._cheapest(simple, homes, results, lowered)
         return program
 
-    def trial(
-        self, graph: Graph, homes: Homes, results: Sequence[Tensor], bound: Sequence[Tensor]
-    ) -> Callable[[Tensor], tuple[Sharding, Makers]]:
+    def trial(self, graph: Graph, homes: Homes, results: Sequence[Tensor], bound: Sequence[Tensor]) -> Trial:
         """A loop body partitioned without passes: a function from a tensor to its sharding and pending makers."""
         key = (graph, tuple(results), tuple(bound), *self._inherited(graph, homes))
         if key not in self._trials:
             simple = self.memos.simplified(graph, results, taken=False)
-            self._trials[key] = self._sweep(simple, homes, [simple.of(t) for t in bound])
-        sweep = self._trials[key]
-
-        def made(t: Tensor) -> tuple[Sharding, Makers]:
-            t = sweep.graph.of(t)
-            return sweep.places.made(t).sharding, sweep.places.makers.get(t, {})
-
-        return made
+            places = self._sweep(simple, homes, [simple.of(t) for t in bound]).places
+            made = {t: (places.made(t).sharding, places.makers.get(t, {})) for t in places.instances}
+            self._trials[key] = lambda t: made[simple.of(t)]
+        return self._trials[key]
 
     @staticmethod
     def _inherited(graph: Graph, homes: Homes) -> Sequence[object]:

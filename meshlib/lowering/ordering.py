@@ -11,15 +11,15 @@ executors, the buffers and the estimate all use it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from meshlib.core.opdef import Kind
+from meshlib.core.opdef import ON_MXU, Kind
 from meshlib.lowering.fusion import fusion_groups, join_rows, kinds_of, numbered
 from meshlib.program.analysis.work import local_work
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Resident, Value
-from meshlib.program.records import Program
+from meshlib.program.records import Program, walk
 
 Group: TypeAlias = Sequence[Instruction]
 
@@ -154,14 +154,19 @@ def _device_bytes(v: Value) -> int:
 
 def _hides(i: Instruction) -> bool:
     """Whether an instruction computes long enough to hide a collective."""
-    return isinstance(i, Loop) or (isinstance(i, Compute) and i.operation.opdef.kind is Kind.CONTRACTION)
+    return isinstance(i, Loop) or _computes(i, (Kind.CONTRACTION,))
 
 
 def hidden_flops(program: Program, i: Instruction) -> float:
     """Flops of an instruction that can hide a collective."""
     if isinstance(i, Loop):
-        return max(1.0, i.trips * i.body.work.mxu_flops)  # a loop without products hides something, too
+        inside = [times * local_work(p, j).mxu_flops for j, p, times in walk(i.body) if _computes(j, ON_MXU)]
+        return max(1.0, i.trips * sum(inside))  # a loop without products hides something, too
     return float(local_work(program, i).mxu_flops) if _hides(i) else 0.0
+
+
+def _computes(i: Instruction, kinds: Container[Kind]) -> bool:
+    return isinstance(i, Compute) and i.operation.opdef.kind in kinds
 
 
 def order_and_fuse(program: Program) -> Program:

@@ -18,10 +18,10 @@ from meshlib.lowering.expected_halos import Near
 from meshlib.lowering.graph_cache import Prices
 from meshlib.lowering.loops import Body, Loops
 from meshlib.lowering.placements import Places
-from meshlib.lowering.problem import Choices, Problem, best_choices
+from meshlib.lowering.problem import Problem, best_choices
 from meshlib.lowering.reasons import explain_exchange
 from meshlib.lowering.simplification import Simplified
-from meshlib.lowering.strategies import Choice
+from meshlib.lowering.strategies import Choice, Choices
 from meshlib.program.factor_shardings import beside
 from meshlib.program.instructions import Commit, Compute, Loop, Resident, Value
 from meshlib.program.signature import Signatures
@@ -47,13 +47,14 @@ class Partitioner:
     excess_bytes: float = 0.0  # of the choices above their lower bound
 
     def __post_init__(self) -> None:
-        self.places = Places(self.graph, self.homes, self.signatures, self.prices.balance, self._uses)
         self.loops = Loops(self.graph, self.homes, self.fetched, self.body)
+        self.places = Places(self.graph, self.homes, self.signatures, self.prices.balance, self.loops)
 
     def run(self) -> None:
         """Lower every operation, in order."""
         problem = Problem(self.graph, self.homes, self.prices, self.signatures, self.fetched, self.loops, self.near)
         self.choices, self.excess_bytes = self.choose(problem)
+        self.places.choices = self.choices
         for op in self.graph.operations:
             match op.opdef.kind:
                 case Kind.INPUT | Kind.VARIABLE:
@@ -66,16 +67,6 @@ class Partitioner:
                     self._copy(op)
                 case _:
                     self._compute(op)
-
-    def _uses(self, t: Tensor) -> dict[str, dict[Sharding, None]]:
-        """Region -> placements under which operations use a tensor, in order."""
-        uses: dict[str, dict[Sharding, None]] = {}
-        for op, n in self.graph.readers.get(t, ()):
-            if op.opdef.kind is Kind.LOOP:
-                uses.setdefault(op.region, {}).setdefault(self.loops.of(op).wanted[op.needs.index(n)])
-            for choice in self.choices.get(op, ()):
-                uses.setdefault(op.region, {}).setdefault(choice.operands[n])
-        return uses
 
     def at_home(self, t: Tensor) -> Value:
         """`t` under its assigned sharding, resharded if necessary: for fetched outputs."""

@@ -6,21 +6,23 @@ takes more memory than the assigned sharding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 
 from layouts import Sharding, reshard
 from layouts.step_kinds import STEP_KINDS
 from meshlib.core.graph import Operation, Tensor
+from meshlib.core.opdef import Kind
 from meshlib.lowering.assigned import Homes
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import stored
 from meshlib.lowering.distances import COLLECTIVE
-from meshlib.lowering.loops import Makers
+from meshlib.lowering.loops import Loops, Makers
 from meshlib.lowering.materialisation import RepeatableOperation, ValueSource, again_axes, between, cheapest
 from meshlib.lowering.reasons import explain_step
 from meshlib.lowering.simplification import Simplified
+from meshlib.lowering.strategies import Choices
 from meshlib.program.instructions import Compute, Instruction, Move, Value
 from meshlib.program.signature import Signatures
 
@@ -35,14 +37,23 @@ class Places:
     homes: Homes
     signatures: Signatures
     balance: Balance
-    uses: Callable[
-        [Tensor], dict[str, dict[Sharding, None]]
-    ]  # region -> placements under which the tensor is used, in order
+    loops: Loops
+    choices: Choices = field(default_factory=dict)
     instructions: list[Instruction] = field(default_factory=list)
     # (region that may use it, value); None: all regions.
     instances: dict[Tensor, list[tuple[str | None, Value]]] = field(default_factory=dict)
     # For a pending tensor: axis -> (operation that left it pending, reduced dim).
     makers: dict[Tensor, Makers] = field(default_factory=dict)
+
+    def uses(self, t: Tensor) -> dict[str, dict[Sharding, None]]:
+        """Region -> placements under which operations use a tensor, in order."""
+        uses: dict[str, dict[Sharding, None]] = {}
+        for op, n in self.graph.readers.get(t, ()):
+            if op.opdef.kind is Kind.LOOP:
+                uses.setdefault(op.region, {}).setdefault(self.loops.of(op).wanted[op.needs.index(n)])
+            for choice in self.choices.get(op, ()):
+                uses.setdefault(op.region, {}).setdefault(choice.operands[n])
+        return uses
 
     def _cost(self, t: Tensor, here: Sharding, there: Sharding) -> float:
         """Cost of a reshard: bytes, and the price of each collective, as the strategies were chosen by."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from layouts import Sharding
 from meshlib.core.graph import UPDATE, Operation, Tensor
@@ -21,13 +20,10 @@ from meshlib.lowering.materialisation import again_axes
 from meshlib.lowering.placements import blockwise
 from meshlib.lowering.simplification import Simplified
 from meshlib.lowering.solving import solve
-from meshlib.lowering.strategies import Choice, Space
+from meshlib.lowering.strategies import Choice, Choices, Space
 from meshlib.lowering.strategy_costs import Strategy, StrategySet
 from meshlib.lowering.values import Free, Values, ValuesKey, settled
 from meshlib.program.signature import Signature, Signatures
-
-# How each operation runs in its region: under one choice, or under two if each computes a copy.
-Choices: TypeAlias = Mapping[Operation, tuple[Choice, ...]]
 
 
 @dataclass(eq=False)

@@ -13,9 +13,10 @@ from typing import TypeAlias
 from meshlib.core.graph import Operation, Tensor
 from meshlib.lowering.cost_tables import Floats
 from meshlib.lowering.elimination import FactorGraph, Solution
-from meshlib.lowering.problem import Choices, Problem
+from meshlib.lowering.problem import Problem
 from meshlib.lowering.repetition import Irregular, Repetition
 from meshlib.lowering.solving import solve
+from meshlib.lowering.strategies import Choices
 
 Place: TypeAlias = int | None  # layer number in the short graph; None: outside all layers
 Owner: TypeAlias = tuple[Hashable, Place]  # (identity of a variable within its layer, layer)

@@ -128,7 +128,7 @@ class Session(Shown):
         refuse_faults(report, self._subjects, mesh, rules)
         memos = self._memos
         memos.trim()
-        notes = (*report.notes, *self._size_notes, *_bubble_notes(self._simple.operations))
+        notes = (*report.notes, *self._size_notes, *self._bubble_notes)
         sound = Sound(memos.signatures, memos.computations)
         lowering = Lowering(mesh, rules, precision, balance, regather, notes, memos, sound, compiler)
         return lowering.program(self._simple, self._outputs, counts_steps=bool(self._updates))
@@ -167,6 +167,7 @@ class Session(Shown):
             self._resolved: dict[tuple[SizePlan, ...], Session] = {}
             self._simple = simplify(self._graph, self._outputs.values(), self._updates.values())
             self._subjects = Subjects(self._graph, self._simple.operations)
+            self._bubble_notes = _bubble_notes(self._simple.operations)
 
     def _under(self, mesh: Mesh, rules: LayoutRules) -> Session:
         """The session of this program with the sizes that follow from a layout."""

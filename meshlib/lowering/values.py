@@ -45,7 +45,6 @@ class SharedValues:
 
     _rows: dict[object, ClassRows] = field(default_factory=dict)
     _free: dict[object, Free] = field(default_factory=dict)
-    values: dict[object, Values] = field(default_factory=dict)
 
     def needs(self, rows: Iterable[tuple[Sharding, ...]]) -> ClassRows:
         """Rows of the placements that each value needs; order and repeats do not matter."""
