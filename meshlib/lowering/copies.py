@@ -178,7 +178,7 @@ class _Tables:
             costs = np.minimum(costs, _min_plus(lasting, self.between))
         return costs
 
-    def _nearest(self, rows: Sequence[Sequence[int]]) -> Floats:
+    def _nearest(self, rows: Sequence[list[int]]) -> Floats:
         """Cost of each placement (columns) from the nearest of each row's placements."""
         most = max(map(len, rows))
         if not all(rows):  # nothing is nearest to no placement
