@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,7 +11,6 @@ from layouts import Mesh, Sharding
 from meshlib.core.opdef import Work
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import Binding
-from meshlib.lowering.cost_tables import Floats
 from meshlib.lowering.distances import COLLECTIVE, STRAY, distances
 from meshlib.lowering.expected_halos import Near
 from meshlib.lowering.materialisation import axes_price
@@ -121,8 +119,6 @@ class Pricing:
         if len(strategies) <= 1:
             return strategies
         strategies.sort(key=lambda s: s.cost)
-        if self._all_undominated(strategies):
-            return strategies
         op = self.signature.op
         several = len(op.outputs) > 1  # further results may be bound or not: compare them as computed
         own = np.array([s.cost - s.home_cost * several for s in strategies])
@@ -147,19 +143,6 @@ class Pricing:
                 undominated.append(n)
         return [strategies[n] for n in undominated]
 
-    def _all_undominated(self, strategies: Sequence[Strategy]) -> bool:
-        """Whether a lower bound of the reshards between strategies, cheapest first, shows that all are undominated."""
-        if any(len(s.made) > 1 for s in strategies):
-            return False
-        op, price = self.signature.op, min([1.0, *[price for _, price in self.balance.axis_prices]])
-        outs = tuple([s.choice.out for s in strategies]), price * sum([y.dtype.itemsize for y in op.outputs])
-        operands = zip(zip(*[s.choice.operands for s in strategies], strict=True), op.inputs, strict=True)
-        least, smallest = _least_between(outs, tuple([(some, price * x.dtype.itemsize) for some, x in operands]))
-        if strategies[-1].cost + 1e-6 < strategies[0].cost + smallest:
-            return True
-        own = np.array([s.cost for s in strategies])
-        return bool(np.count_nonzero(own[:, None] + least > own + 1e-9) == len(own) * (len(own) - 1))
-
 
 def _possible(
     signature: Signature, asked: Question, passed: tuple[Axes, ...], mesh: Mesh
@@ -170,41 +153,3 @@ def _possible(
         if assigned is not None:
             counts = tuple([mesh.group_size(axes.get(name, ())) for name in signature.names])
             yield Choice(axes, assigned.operands, assigned.out, assigned.exchanges, passed), counts
-
-
-@lru_cache(maxsize=1 << 12)
-def _least_between(
-    outs: tuple[tuple[Sharding, ...], float], operands: tuple[tuple[tuple[Sharding, ...], float], ...]
-) -> tuple[Floats, float]:
-    """Lower bound of the reshards before and after a strategy (rows) in place of another one (columns), and the least.
-
-    Args:
-      outs: the result's placement of each strategy, and bytes per element; `operands` likewise.
-    """
-    least = _least_sent(*outs)
-    for placements, itemsize in operands:
-        least = least + _least_sent(placements, itemsize).T
-    others = least.copy()
-    others.flat[:: len(least) + 1] = np.inf
-    return least, float(np.minimum.reduce(others, axis=None))
-
-
-@lru_cache(maxsize=1 << 12)
-def _least_sent(placements: tuple[Sharding, ...], itemsize: float) -> Floats:
-    """Lower bound, to rounding, of the cost of a reshard from each placement (rows) to each (columns).
-
-    Reduced values are received entirely, others as far as the new block is larger.
-    """
-    numbers: dict[Sharding, int] = {}
-    kind = np.array([numbers.setdefault(s, len(numbers)) for s in placements])
-    if len(numbers) == 1:
-        return np.zeros((len(kind), len(kind)))
-    axes = placements[0].mesh.axes
-    pending = np.array([sum([1 << axes.index(a) for a in s.pending_axes]) for s in numbers])
-    size = np.array([s.local_size for s in numbers], float)
-    more = np.where(pending[:, None] & ~pending, size, np.maximum(size - size[:, None], 0))
-    moved = (size[:, None] == size) & (pending[:, None] == pending)
-    moved.flat[:: len(size) + 1] = False
-    costs = more * (itemsize * (1 - 1e-12)) + COLLECTIVE * moved
-    pairs: Floats = costs[kind[:, None], kind]
-    return pairs
