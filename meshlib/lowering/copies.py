@@ -5,8 +5,7 @@ copy serves every use that can be reached from it, and a reshard may start from 
 cheapest tree. In each region (forward, backward or update) a set of up to three copies is shared, its *hubs*, one of
 which may start from another; a use pays for a reshard from the nearest hub. Up to three uses need no more hubs than
 that. A copy that takes more memory than the assigned sharding serves one region only; later ones start from the small
-hubs, and from free slices of large ones. The set is minimised over where that takes a small table, and otherwise is a
-variable of its own.
+hubs, and from free slices of large ones. The set is a variable of its own, unless a single use is left.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import combinations, permutations, product
-from math import inf, prod
+from math import inf
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,11 +28,8 @@ from meshlib.lowering.distances import distances
 from meshlib.lowering.elimination import FactorGraph
 from meshlib.lowering.values import ClassRows
 
-DIRECT_ENTRIES = 60_000  # largest table of uses and the copies that they share
 HUBS = 3  # maximum number of shared copies per region
 MOST_HUB_SETS = 400
-ROWS_AT_ONCE = 16  # rows compared at once
-HUGE = 1e100  # bytes: replaces infinity where sums of infinities would be undefined
 
 Spot: TypeAlias = tuple[int, int]  # (region, placement); regions in order
 Axis: TypeAlias = tuple[int | None, Ints]  # (variable, class of each of its values)
@@ -124,19 +120,6 @@ class _Hubs(NamedTuple):
     serve: Sequence[Floats]  # of each class of each use (columns) from a set (rows)
     lasting: Floats  # of each placement in later regions (columns) from a set (rows)
 
-    def minimum(self) -> Floats:
-        """The cost of all uses together by row of copies and classes, under the cheapest set."""
-        total = self.link.T
-        for table in self.serve:
-            total = total[..., None] + table.reshape(len(table), *[1] * (total.ndim - 1), -1)
-        costs: Floats = np.minimum.reduce(total, axis=0)
-        return costs
-
-    def undominated(self) -> _Hubs:
-        """These sets without those that another one dominates."""
-        alive = _undominated(np.concatenate([self.link.T, *self.serve, self.lasting], axis=1))
-        return _Hubs(self.link[:, alive], [table[alive] for table in self.serve], self.lasting[alive])
-
 
 class _Tables:
     """The tables of a tensor, over its own numbering of variables and placements."""
@@ -215,11 +198,6 @@ class _Tables:
                 self._expand(graph, self._costs_of(mine[0], root), before, _axes(mine))
                 continue
             hubs = self._hubs(root, mine, [u for u in self.uses if u.region > region])
-            entries = prod([hubs.link.size, *[table.shape[1] for table in hubs.serve]])
-            if is_last and len(mine) <= HUBS and entries <= DIRECT_ENTRIES:
-                self._expand(graph, hubs.minimum(), before, _axes(mine))
-                continue
-            hubs = hubs.undominated()
             own: Axis = (graph.add_variable(len(hubs.lasting)), np.arange(len(hubs.lasting)))
             self._expand(graph, hubs.link, before, [own])
             for table, use in zip(hubs.serve, mine, strict=True):
@@ -331,17 +309,3 @@ def _min_plus(first: Floats, rest: Floats) -> Floats:
     flat = rest.reshape(len(rest), -1)
     costs: Floats = np.minimum.reduce(first[:, :, None] + flat, axis=1)
     return costs.reshape(len(first), *rest.shape[1:])
-
-
-def _undominated(rows: Floats) -> Ints:
-    """Rows that no other row dominates; of equal rows the first."""
-    order = np.argsort(np.add.reduce(np.minimum(rows, HUGE), axis=1), kind="stable")  # dominating rows come first
-    undominated = order[:0]
-    for first in range(0, len(order), ROWS_AT_ONCE):
-        some = order[first : first + ROWS_AT_ONCE]
-        if first:
-            above = np.logical_and.reduce(rows[undominated] <= rows[some][:, None], axis=2)
-            some = some[~np.logical_or.reduce(above, axis=1)]
-        below = np.triu(np.logical_and.reduce(rows[some][:, None] <= rows[some], axis=2), 1)
-        undominated = np.concatenate([undominated, some[~np.logical_or.reduce(below, axis=0)]])
-    return np.sort(undominated)

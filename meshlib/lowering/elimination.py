@@ -6,8 +6,8 @@
     elimination  a variable's tables are added and minimised over it, the smallest result first; backtracking through
                  the minima gives the optimum
 
-The three alternate, with tables of a few thousand entries first: most graphs need no bounds then. Equal layers have
-equal tables, and results for one are reused for the others.
+The three alternate, with small tables first: most graphs need no bounds then. Equal layers have equal tables, and
+results for one are reused for the others.
 """
 
 from __future__ import annotations

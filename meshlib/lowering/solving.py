@@ -15,7 +15,7 @@ import numpy as np
 from meshlib.lowering.elimination import Elimination, FactorGraph, Solution
 
 TABLE_LIMIT = 2_000_000  # entries of a table, above which the search branches
-SMALL_TABLES = (8_000, 100_000)  # entries: eliminating a variable is cheaper than bounding it
+SMALL_TABLE = 100_000  # entries: eliminating a variable is cheaper than bounding it
 DIVE_TABLE = 100_000
 WINDOW, WINDOW_TABLE, PASSES = 60, 400_000, 4  # variables per window; entries of a table; maximum number of passes
 SWEEPS = 8  # of dual ascent
@@ -51,8 +51,7 @@ def solve(graph: FactorGraph, limit: int = TABLE_LIMIT) -> Solution:
     Tables have at most `limit` entries; where more would be needed, the bound may stay below the cost.
     """
     start = Elimination(graph)
-    for size in SMALL_TABLES:
-        start.reduce(size)
+    start.reduce(SMALL_TABLE)
     if not start.domain:
         return _Incumbent(graph, start.solution(len(graph.sizes))).solution()
     low = start.bound(SWEEPS)
@@ -87,7 +86,7 @@ def _dive(graph: FactorGraph, core: Elimination, size: int) -> list[int]:
 
 def _attempt(problem: Elimination, best: _Incumbent, slack: float, limit: int) -> None:
     """Prune by the incumbent's cost plus `slack`, reduce, bound and dive in turn. Raises: TooLarge."""
-    graph, size = best.graph, SMALL_TABLES[-1]
+    graph, size = best.graph, SMALL_TABLE
     while problem.domain:
         before = sum(problem.size.values())
         most = best.cost + slack

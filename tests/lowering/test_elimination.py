@@ -45,7 +45,7 @@ def test_the_optimum_is_found_and_proved(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(draws(25, 500)))
 def test_bounds_and_pruning_lead_to_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tables so small that variables are bounded and pruned, not just eliminated."""
-    monkeypatch.setattr(solving, "SMALL_TABLES", (4,))
+    monkeypatch.setattr(solving, "SMALL_TABLE", 4)
     monkeypatch.setattr(solving, "DIVE_TABLE", 4)
     graph = drawn(seed, 3 + seed % 5, density=0.8)
     found = solve(graph)
@@ -55,7 +55,7 @@ def test_bounds_and_pruning_lead_to_the_same(seed: int, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("seed", range(draws(25, 500)))
 def test_where_tables_are_too_large_there_is_a_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solving, "SMALL_TABLES", (2,))
+    monkeypatch.setattr(solving, "SMALL_TABLE", 2)
     monkeypatch.setattr(solving, "DIVE_TABLE", 2)
     monkeypatch.setattr(solving, "WINDOW", 4)
     graph = drawn(seed, 4 + seed % 4, density=0.9)
@@ -67,7 +67,7 @@ def test_where_tables_are_too_large_there_is_a_bound(seed: int, monkeypatch: pyt
 @pytest.mark.parametrize("seed", range(draws(8, 300)))
 def test_branches_prove_what_elimination_cannot(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of a few entries and a poor incumbent: each value of some variable is tried, and the best is proved."""
-    monkeypatch.setattr(solving, "SMALL_TABLES", (2,))
+    monkeypatch.setattr(solving, "SMALL_TABLE", 2)
     monkeypatch.setattr(solving, "DIVE_TABLE", 2)
     monkeypatch.setattr(solving, "_windows", lambda graph, values: values)
     graph = drawn(seed, 5 + seed % 3, density=0.9)
