@@ -13,7 +13,7 @@ from meshlib.command.output import answer, create_folder, say, say_json, writabl
 from meshlib.command.planning import FAILED, GOOD, first_choices
 from meshlib.command.subject import Subject, completed_layouts, named_layouts, slice_of, subject_of
 from meshlib.core.errors import GraphError, LayoutError
-from meshlib.core.text import count_text
+from meshlib.core.text import count_text, wrapped
 from meshlib.estimation import Estimate, estimate
 from meshlib.estimation.views.difference import difference
 from meshlib.lowering import Program
@@ -94,12 +94,17 @@ def checked(args: argparse.Namespace) -> int:
     sound: list[Program] = []
     for name, mesh in layouts:
         try:
-            report = subject.session(**first_choices(args, subject)).check(Mesh(mesh), subject.rules(name, mesh))
+            rules = subject.rules(name, mesh)
+            report = subject.session(**first_choices(args, subject)).check(Mesh(mesh), rules)
         except LayoutError as fault:  # no layout of that name fits
-            entries.append({"layout": name, "mesh": mesh, "ok": False, "faults": [str(fault)], "notes": []})
+            entries.append(
+                {"layout": name, "mesh": mesh, "rules": None, "ok": False, "faults": [str(fault)], "notes": []}
+            )
             continue
         faults, notes = [str(f) for f in report.faults], [str(n) for n in report.notes]
-        entries.append({"layout": name, "mesh": mesh, "ok": report.ok, "faults": faults, "notes": notes})
+        entries.append(
+            {"layout": name, "mesh": mesh, "rules": str(rules), "ok": report.ok, "faults": faults, "notes": notes}
+        )
         if args.compile and report.ok:
             sound.append(subject.lowered(name, mesh, **first_choices(args, subject)))
     compiled = _compiled(args, sound) if sound else []
@@ -122,6 +127,8 @@ def _checked_text(entry: dict[str, Any]) -> str:
     faults, notes = entry["faults"], entry["notes"]
     count = f"{len(faults)} fault" + ("s" if len(faults) > 1 else "")
     lines = [f"{entry['layout']} on {entry['mesh']}: {'good' if entry['ok'] else count}"]
+    if entry["rules"] not in (None, entry["layout"]):
+        lines += wrapped(entry["rules"] or "nothing is split", "  rules ", ";")
     for text in (*faults, *(f"note: {note}" for note in notes)):
         lines += [f"  {line}" for line in text.splitlines()]
     return "\n".join(lines)
