@@ -7,7 +7,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 from hardware.slices import Slice
@@ -255,13 +255,16 @@ def _that_uses_all(subject: Subject, plan: PlannedLayout, est: Estimate) -> str:
 
 
 def _state_line(est: Estimate) -> list[str]:
-    """A line if no batch fits, with the number of devices needed for variables, slots and gradients alone."""
-    memory = est.memory
+    """A line if no batch fits: the devices that variables, slots and gradients alone need, or their parts if split."""
+    memory, state, devices = est.memory, est.program.variables.values(), est.slice.devices
     if memory.state_bytes <= memory.capacity_bytes:
         return []
-    devices = -(-memory.state_bytes * est.slice.devices // memory.capacity_bytes)
-    text = f"{bytes_text(memory.state_bytes)} variables, slots and gradients: no batch fits; they need"
-    text += f" {devices:,} devices or slots on the host"
+    whole_bytes = sum(v.tensor.dtype.size_bytes(v.tensor.shape.size) for v in state)
+    once_bytes = memory.state_bytes * whole_bytes / sum(v.local_bytes for v in state)
+    text = f"{bytes_text(memory.state_bytes)} variables, slots and gradients: no batch fits"
+    needed = ceil(once_bytes / memory.capacity_bytes)
+    each = f" this layout; split over all {devices:,} devices they take {bytes_text(once_bytes / devices)} on each"
+    text += f"; they need {needed:,} devices or slots on the host" if needed > devices else each
     return wrapped(text, "  at least   ", " ")
 
 

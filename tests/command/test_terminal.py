@@ -534,11 +534,18 @@ def test_a_batch_that_was_halved_is_said(capsys: pytest.CaptureFixture[str]) -> 
     assert "no batch fits" not in out
 
 
+@pytest.mark.parametrize(
+    ("command", "why"),
+    {
+        "llama3-8b --slice v5e-4": "no batch fits; they need 8 devices",
+        "t5-large --slice v2-8 --layout data@data:8": "no batch fits this layout; split over all 8 devices",
+    }.items(),
+)
 def test_no_smaller_batch_is_tried_where_variables_slots_and_gradients_do_not_fit(
-    capsys: pytest.CaptureFixture[str],
+    command: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, out, _ = run("plan llama3-8b --slice v5e-4 --remat full", capsys)
-    assert "GiB variables, slots and gradients: no batch fits; they need 8 devices" in " ".join(out.split())
+    _, out, _ = run(f"plan {command} --remat full", capsys)
+    assert f"GiB variables, slots and gradients: {why}" in " ".join(out.split())
     assert "halved" not in out
 
 

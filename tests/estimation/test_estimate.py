@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import meshlib as mtf
 from hardware import CHIPS, Slice, placements
 from meshlib.core.opdef import Kind
+from meshlib.core.text import bytes_text
 from meshlib.estimation import Physics
 from meshlib.estimation.time.kernel_times import KernelTime
 from meshlib.estimation.time.scheduling import uncovered
@@ -257,6 +258,9 @@ def test_what_does_not_fit_says_what_would_help():
     message = est.memory.message
     assert "does not fit: each device of v3-8 has 15.48 GiB (16621523436 bytes)" in message
     assert f"({est.memory.peak_bytes} bytes" in message
+    needed = est.memory.needed_bytes
+    too_much = bytes_text(needed - est.memory.capacity_bytes)
+    assert f"in tiles, compiled {bytes_text(needed)}), {too_much} too much" in message
     assert "table/adam" in message or "table/" in message
     assert "test_estimate.py:" in message
     sharded = next(r for r in est.memory.remedies if "layout rule 'd:data?'" in r.what)

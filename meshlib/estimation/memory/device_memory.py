@@ -115,10 +115,11 @@ class DeviceMemory(Shown):
             line = f"fits: peak {peak} of {capacity} on each device of {self.slice_name} ({share}; in tiles)"
             return "\n".join([line, *self._tight(), *self._padding()])
         over = bytes_text(self.needed_bytes - self.capacity_bytes)
-        compiled = "" if self.peak_bytes > self.capacity_bytes else f", compiled {bytes_text(self.needed_bytes)}"
+        compiled = bytes_text(self.needed_bytes)
         lines = [
             f"does not fit: each device of {self.slice_name} has {capacity} ({self.capacity_bytes} bytes), the peak "
-            f"takes {peak} ({self.peak_bytes} bytes, {share}; in tiles{compiled}), {over} too much, at {self.at}",
+            f"takes {peak} ({self.peak_bytes} bytes, {share}; in tiles, compiled {compiled}), "
+            f"{over} too much, at {self.at}",
             *self._padding(),
             "  largest tensors:",
             *(f"    {v}" for v in self.live[:5]),
