@@ -88,7 +88,7 @@ def compared(args: argparse.Namespace) -> int:
 def checked(args: argparse.Namespace) -> int:
     """`meshlib check`: all faults, and notes."""
     if args.compile and not args.slice:
-        raise GraphError("check: --compile needs --slice, such as --slice v5e-16")
+        raise GraphError("--compile needs --slice, such as --slice v5e-16")
     subject, layouts = _subject_and_layouts(args)
     entries: list[dict[str, Any]] = []
     sound: list[Program] = []

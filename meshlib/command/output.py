@@ -57,7 +57,7 @@ def writable(path: str, suffix: str = "") -> Path:
     """
     file = Path(path)
     if file.is_dir():
-        raise GraphError(f"{path} is a folder; name a file")
+        raise GraphError(f"{path} is a folder; name a file" if path else "--out is empty; name a file")
     nearest_folder = next(folder for folder in file.absolute().parents if folder.exists())
     if not nearest_folder.is_dir():
         raise GraphError(f"{path} can't be written: {nearest_folder} is a file; name another folder")

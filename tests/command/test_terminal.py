@@ -112,6 +112,7 @@ FORTY = {
     "a dim misspelt": ("explain net.py --layout bach:data@data:8", "did you mean 'batch'"),
     "an axis misspelt": ("explain net.py --layout batch:dta@data:8", "dta"),
     "a layout without a mesh": ("plan gpt2 --slice v5e-8 --layout fsdp", "say on which mesh"),
+    "no name of a file": ("report gpt2 --slice v5e-8 --out=", "--out is empty; name a file"),
     "a mesh of another size": ("plan gpt2 --slice v5e-8 --layout fsdp@fsdp:4", "4"),
     "a mesh without a layout of a function": ("plan net.py --slice v5e-8 --mesh data:8", "give --layout RULES"),
     "a mesh that no layout takes": ("plan gpt2 --slice v5e-8 --mesh rows:2;cols:4", "without --layout"),
