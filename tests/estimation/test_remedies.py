@@ -9,6 +9,7 @@ import pytest
 
 import meshlib as mtf
 from hardware import CHIPS, Slice
+from meshlib import models
 from meshlib.estimation import Remedy
 from meshlib.estimation.memory.remedies import microbatches
 from tests.effort import some
@@ -293,3 +294,15 @@ def test_what_is_computed_again_leaves_what_goes_from_part_to_part(sums: bool) -
     saved = memory.peak_bytes - peak(again=True).peak_bytes
     assert 0.5 * saved <= r.gain_bytes <= 1.1 * saved
     assert r.gain_bytes > 0.2 * memory.peak_bytes
+
+
+def test_remedies_together_make_room_for_the_compiled_step() -> None:
+    config = models.preset("llama3-8b")
+    with mtf.Graph():
+        outputs, updates = models.train_step(config, 16, 32768)
+        program = mtf.lower(outputs, updates, "fsdp:16", models.layout("fsdp", config, "fsdp:16"))
+    memory = mtf.estimate(program, "v5e-16").memory
+    over = memory.needed_bytes - memory.capacity_bytes
+    carries = next(r.gain_bytes for r in memory.remedies if "what the loop carries" in r.what)
+    assert memory.peak_bytes - memory.capacity_bytes < carries < over  # enough for the peak, too little for the step
+    assert memory.remedies[0].gain_bytes >= over

@@ -62,7 +62,7 @@ class DeviceMemory(Shown):
     @cached_property
     def remedies(self) -> tuple[Remedy, ...]:
         """Remedies that lower the peak, best first, evaluated for this order of the program, alone or combined."""
-        return remedies(self.program, self.capacity_bytes)
+        return remedies(self.program, self.capacity_bytes - (self.needed_bytes - self.peak_bytes))
 
     @cached_property
     def timeline_by_kind(self) -> tuple[tuple[int, ...], ...]:
