@@ -65,7 +65,7 @@ class Estimate(Shown):
       ...     program = mtf.lower({"y": y}, mesh="data:4", layout="batch:data")
       >>> est = mtf.estimate(program, "v5e-4")
       >>> est.fits, est.bound, f"{est.step_seconds * 1e3:.1f} ms", f"{est.mfu:.0%}"
-      (True, 'mxu', '0.2 ms', '76%')
+      (True, 'mxu', '0.3 ms', '63%')
     """
 
     program: Program
