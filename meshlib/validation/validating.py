@@ -33,28 +33,12 @@ from meshlib.validation import inference, micro
 from meshlib.validation.calibrate import Case, fit, left_out
 from meshlib.validation.image_training import PreparedImages, prepare_images
 from meshlib.validation.images import ImageRun, image_run_of, is_of_images
+from meshlib.validation.naive import at_median, naive_seconds, naive_without_chip_seconds
 from meshlib.validation.policies import NotExpressed
 from meshlib.validation.priced import Priced
 from meshlib.validation.rankings import RankedPair, ranked_pairs
 from meshlib.validation.runs import ROWS, Run, run_of
 from meshlib.validation.training import Prepared, prepare
-
-
-def naive_seconds(run: Run, runs: Sequence[Run]) -> float:
-    """Predicted by the median utilisation of runs on the same chip and precision, this run included."""
-    return _by_median(run, [r for r in runs if r.chip == run.chip and r.eight_bit == run.eight_bit])
-
-
-def naive_without_chip_seconds(run: Run, runs: Sequence[Run]) -> float | None:
-    """Predicted by the median utilisation of other chips' runs; None without any."""
-    others = [r for r in runs if r.chip != run.chip]
-    return _by_median(run, [r for r in others if r.eight_bit == run.eight_bit] or others) if others else None
-
-
-def _by_median(run: Run, like: Sequence[Run]) -> float:
-    reached = statistics.median(r.utilisation for r in like)
-    return run.measured_seconds * run.utilisation / reached
-
 
 # Errors that figures of rows can cause: one unreadable row must not hide the others.
 _UNREADABLE = (MeshlibError, HardwareError, ArithmeticError, AttributeError, TypeError, ValueError, LookupError)
@@ -289,6 +273,6 @@ def _with_images(
         row,
         predicted_seconds=own.seconds(physics),
         left_out_seconds=own.seconds(others),
-        naive_seconds=at_peak / statistics.median(like) if like else None,
-        naive_left_out_seconds=at_peak / statistics.median(unlike) if unlike else None,
+        naive_seconds=at_median(at_peak, like),
+        naive_left_out_seconds=at_median(at_peak, unlike),
     )

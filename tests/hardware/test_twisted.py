@@ -24,7 +24,7 @@ from hardware import (
 from hardware.network import ici_links
 from hardware.placement import Placement, PlacementFactor
 from hardware.twisted import TwistedTorus
-from meshlib.estimation.views.table import other_wiring, twisting
+from meshlib.estimation.views.wiring import other_wiring, twisting
 from tests.effort import draws
 
 LINKS = Links(45e9, 1e-6)

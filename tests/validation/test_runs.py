@@ -10,10 +10,10 @@ import pytest
 import meshlib as mtf
 from hardware import Slice
 from meshlib.estimation.time.physics import CALIBRATED, Physics
+from meshlib.validation.naive import naive_seconds, naive_without_chip_seconds
 from meshlib.validation.policies import NotExpressed, Policy, lightest, policy_of
 from meshlib.validation.runs import run_of
 from meshlib.validation.training import config_of, layout_of, lowered, prepare
-from meshlib.validation.validating import naive_seconds, naive_without_chip_seconds
 from tests.validation.rows import BY_NAME, TRAINING
 
 ROWS = {row["id"]: row for row in TRAINING}
