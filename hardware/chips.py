@@ -351,9 +351,9 @@ def load_chip(path: str | Path) -> Chip:
     try:
         about = os.stat(os.fspath(path))
         if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:  # a pipe blocks, a device never ends
-            raise ValueError(f"it is no regular file of at most {MOST_BYTES} bytes")
+            raise ValueError(f"it is not a regular file of at most {MOST_BYTES} bytes")
         table: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, TypeError, ValueError, RecursionError) as fault:  # also arguments that are no path, files not TOML
+    except (OSError, TypeError, ValueError, RecursionError) as fault:  # also no paths, files not TOML
         raise HardwareError(f"cannot read a chip from {path!s:.200}: {fault!s:.200}") from None
     return chip_from_table(table, str(path))
 

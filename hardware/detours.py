@@ -138,7 +138,7 @@ def link_between(torus: Torus, source: int, target: int) -> int:
     for axis, step in itertools.product(range(torus.rank), (1, -1)):
         if torus.neighbour(source, axis, step) == target:
             return torus.link(source, axis, step)
-    raise HardwareError(f"nodes {source} and {target} of the ring are no neighbours in a torus of {torus.shape}")
+    raise HardwareError(f"nodes {source} and {target} of the ring are not neighbours in a torus of {torus.shape}")
 
 
 def _neighbours(torus: Torus, node: int) -> Iterator[int]:

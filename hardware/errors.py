@@ -14,5 +14,5 @@ class HardwareError(ValueError):
       ...     Slice("v5e-7")
       ... except HardwareError as fault:
       ...     print(fault)
-      'v5e-7' is no slice of v5e (the number counts chips); the nearest are v5e-1, v5e-4, v5e-8
+      'v5e-7' is not a slice of v5e (the number counts chips); the nearest are v5e-1, v5e-4, v5e-8
     """

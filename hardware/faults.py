@@ -95,7 +95,7 @@ def _pod_shape(slice_: Slice, pod: Slice | str | None) -> tuple[int, ...]:
         return slice_.chip.pod_shape
     whole = as_slice(pod)
     if whole.chip != slice_.chip:
-        raise HardwareError(f"{slice_.name} is no slice of a pod of {whole.chip.name}")
+        raise HardwareError(f"{slice_.name} is not a slice of a pod of {whole.chip.name}")
     return whole.torus_shape
 
 

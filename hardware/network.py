@@ -46,7 +46,7 @@ class Demand:
 
     `payload_bytes` is the operand; of an all_gather the result (the larger side).
 
-    Raises: HardwareError for an unknown kind, axes that are no names, or an amount that is negative or not finite.
+    Raises: HardwareError for an unknown kind, axes that are not names, or an amount that is negative or not finite.
     Example:
       >>> demands = [Demand("all_reduce", ("data",), 2.0**30), Demand("all_gather", ("model",), 2.0**20, count=80)]
       >>> _, seconds = best_placement(Slice("v5e-16"), {"data": 4, "model": 4}, demands)

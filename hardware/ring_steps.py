@@ -124,7 +124,7 @@ class RingRun:
     def save(self, path: str | Path, seconds: float = 1.0) -> None:
         """Write the steps as an animated GIF, each shown for `seconds`; needs matplotlib and Pillow.
 
-        Raises: HardwareError where they are not installed, or the file is no .gif or can't be written.
+        Raises: HardwareError where they are not installed, or the file is not a .gif or can't be written.
         """
         from hardware.ring_plot import save_gif
 
@@ -233,7 +233,7 @@ def _checked(data: Sequence[Any]) -> list[Array]:
     try:
         arrays = [np.asarray(part) for part in data]
     except (TypeError, ValueError) as fault:
-        raise HardwareError(f"ring_steps: data is one array per node, got {data!r:.80}") from fault
+        raise HardwareError(f"ring_steps: data must be one array per node, got {data!r:.80}") from fault
     if len(arrays) < 2:
         raise HardwareError(f"ring_steps: a ring has at least 2 nodes, got {len(arrays)} arrays")
     if len({(a.shape, a.dtype) for a in arrays}) > 1 or arrays[0].dtype.kind not in "fiu":

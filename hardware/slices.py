@@ -38,7 +38,7 @@ class Slice:
         that failed: `without`). Case and blanks around it do not matter and are not kept.
       chip: the chip to use instead of the published one; `name` begins with its name.
     Two slices are equal if they are the same chips in the same shape, whatever their names.
-    Raises: HardwareError with the nearest legal names for a name that is no slice, or another chip's.
+    Raises: HardwareError with the nearest legal names for a name that is not a slice, or another chip's.
     Example:
       >>> print(Slice("v3-32"))
       v3-32: 16 chips (4x4, no wrap), 32 cores, 32 devices, 4 hosts
@@ -304,7 +304,7 @@ def _parse(name: object) -> tuple[int, str, str, bool, str]:
         remedy = _with_a_hyphen(text) or (
             f"write a TPU ({', '.join(CHIPS)}) and a size, e.g. 'v3-8', 'v4-4x4x8', '2*v5e-256'"
         )
-        raise HardwareError(f"{name!r} is no slice name; {remedy}")
+        raise HardwareError(f"{name!r} is not a slice name; {remedy}")
     count = int(match[1]) if match[1] else 1
     if count < 1:
         raise HardwareError(f"slice {name!r}: the number of slices must be at least 1, not {count}")
@@ -325,7 +325,7 @@ def _resolve_shape(chip: Chip, name: str, size: str) -> tuple[int, ...]:
     if "x" in size:
         shape = tuple(int(side) for side in size.split("x"))
         if not is_legal(chip, shape):
-            raise HardwareError(f"{name!r} is no slice of {chip.name}; {_nearest_shapes(chip, shape)}")
+            raise HardwareError(f"{name!r} is not a slice of {chip.name}; {_nearest_shapes(chip, shape)}")
         return shape
     per = chip.cores_per_chip if chip.name_counts == "cores" else 1
     chips, odd = divmod(int(size), per)
@@ -334,7 +334,7 @@ def _resolve_shape(chip: Chip, name: str, size: str) -> tuple[int, ...]:
         near = sorted(shapes, key=lambda legal: (abs(legal * per - int(size)), legal))[:3]
         names = ", ".join(f"{chip.name}-{legal * per}" for legal in sorted(near))
         unit = f"the number counts {chip.name_counts}"
-        raise HardwareError(f"{name!r} is no slice of {chip.name} ({unit}); the nearest are {names}")
+        raise HardwareError(f"{name!r} is not a slice of {chip.name} ({unit}); the nearest are {names}")
     return shapes[chips]
 
 

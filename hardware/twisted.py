@@ -239,7 +239,7 @@ def bisection_links(torus: Torus) -> int:
       (32, 64)
     """
     if not all(torus.wrap) or torus.nodes % 2:
-        raise HardwareError(f"planes cut a torus of an even number of nodes in halves, not {torus}")
+        raise HardwareError(f"planes halve only a torus with an even number of nodes and all wraps, not {torus}")
     places = np.array([torus.coordinates(node) for node in range(torus.nodes)])
     ends = np.array([torus.ends(link) for link in torus.links()])
     period, least = 2 * math.lcm(*torus.shape), torus.nodes * torus.rank

@@ -107,7 +107,7 @@ def _shortest(graph: _StateGraph, start: State, goal: Splits) -> list[RouteStep]
                 continue
             lack = lacks.get(after)
             if lack is None:
-                # A state that is no goal needs at least one more step that sends: half of a block or more.
+                # A state that is not a goal needs at least one more step that sends: half of a block or more.
                 lack = goal_block if awaits[after] else 0 if after in arrivals else least
                 if not awaits[after]:
                     lack = max(lack, goal_block - volume // prod(map(max, goal_counts, blocks[after])))

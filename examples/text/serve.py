@@ -154,7 +154,7 @@ def stops(args: argparse.Namespace) -> list[str | int]:
         texts = [stop.encode("latin-1", "backslashreplace").decode("unicode_escape") for stop in args.stop]
     except UnicodeDecodeError as fault:
         raise mtf.GraphError(
-            f"--stop {fault.object.decode('latin-1')!r} is no text with escapes: {fault.reason}"
+            f"--stop {fault.object.decode('latin-1')!r} is not text with escapes: {fault.reason}"
         ) from None
     return [text.encode()[0] if len(text.encode()) == 1 else text for text in texts]
 

@@ -65,7 +65,7 @@ def _arguments_of_texts(texts: Sequence[str]) -> Mapping[str, Any]:
         array = _ARRAY.fullmatch(value)
         if not equals or array is None or not all(word.isidentifier() or word.isdecimal() for word in path.split(".")):
             raise GraphError(
-                f"--arg is NAME=DTYPE[SIZES], such as x=f32[256,512,1024] or params.w=bf16[4,8], got {text!r}"
+                f"--arg must be NAME=DTYPE[SIZES], such as x=f32[256,512,1024] or params.w=bf16[4,8], got {text!r}"
             )
         *groups, last = path.split(".")
         within = tree
@@ -109,7 +109,7 @@ def names_of(texts: Sequence[str]) -> dict[str, str]:
         path, equals, value = (part.strip() for part in text.partition("="))
         if not equals or not path or not value:
             raise GraphError(
-                f"--names is PATH=NAMES, such as x='batch length d_model' or '*.wq'='d_model _', got {text!r}"
+                f"--names must be PATH=NAMES, such as x='batch length d_model' or '*.wq'='d_model _', got {text!r}"
             )
         names[path] = value
     return names
@@ -148,7 +148,7 @@ def imported(
                and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]  # fmt: skip
     if lacking:
         raise GraphError(
-            f"say what {', '.join(lacking)} is: --arg {lacking[0]}=f32[256,512], or --set of what is no array"
+            f"say what {', '.join(lacking)} is: --arg {lacking[0]}=f32[256,512], or --set of what is not an array"
         )
     ordered = [n for n in parameters if n in given]
     fixed = functools.partial(function, **settings)

@@ -335,7 +335,7 @@ def _function(file: Path, name: str) -> Callable[..., Any]:
 def _setting(text: str) -> tuple[str, object]:
     name, equals, value = text.partition("=")
     if not equals or not name.strip().isidentifier():
-        raise GraphError(f"--set is NAME=VALUE, such as layers=4, got {text!r}")
+        raise GraphError(f"--set must be NAME=VALUE, such as layers=4, got {text!r}")
     return name.strip(), _literal(value)
 
 
@@ -363,7 +363,7 @@ def tried_values(texts: Sequence[str]) -> dict[str, list[object]]:
     for text in texts:
         name, equals, values = text.partition("=")
         if not equals or not name.strip().isidentifier() or not all(v.strip() for v in values.split(",")):
-            raise GraphError(f"--try is NAME=VALUE,VALUE, such as batch=64,128, got {text!r}")
+            raise GraphError(f"--try must be NAME=VALUE,VALUE, such as batch=64,128, got {text!r}")
         choices[name.strip()] = [_literal(value.strip()) for value in values.split(",")]
     return choices
 
@@ -383,7 +383,7 @@ def completed_layouts(subject: Subject, mesh: str) -> list[tuple[str, str]]:
             continue
         legal.append((name, mesh))
     if not legal:
-        what = "; ".join(faults[:2]) or f"{subject.name} is no model of the library"
+        what = "; ".join(faults[:2]) or f"{subject.name} is not a model of the library"
         raise GraphError(f"--mesh {mesh} without --layout: {what}; give --layout RULES")
     used = {
         name: set(Mesh(mesh).axes) <= {a for r in subject.rules(name, mesh).rules for a in r.axes} for name, _ in legal

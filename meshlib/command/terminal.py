@@ -49,7 +49,7 @@ def _discard_output() -> None:
 class Progress:
     """A progress bar on one line of standard error, with the remaining time; shown after `DELAY` seconds or `at_once`.
 
-    Nothing is written if standard error is no terminal, or if `quiet`.
+    Nothing is written if standard error is not a terminal, or if `quiet`.
     """
 
     DELAY = 1.0

@@ -168,7 +168,7 @@ def examples_of(arrays: object) -> tuple[list[str], dict[str, int]]:
     faults, counts = [], {}
     for name, array in arrays.items():
         if not isinstance(name, str):
-            faults.append(f"the names of arrays are text, got {name!r:.80}")
+            faults.append(f"the names of arrays must be text, got {name!r:.80}")
         elif not isinstance(array, np.ndarray):
             faults.append(f"'{name}' must be a NumPy array, got {type(array).__name__}; use np.asarray")
         elif array.dtype.hasobject:

@@ -84,7 +84,7 @@ class SliceError(MeshlibError, ValueError):
 
 
 class CheckpointError(MeshlibError):
-    """A checkpoint cannot be written, is no complete safetensors file, or does not fit the simulation.
+    """A checkpoint cannot be written, is not a complete safetensors file, or does not fit the simulation.
 
     Example:
       >>> import meshlib as mtf

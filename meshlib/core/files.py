@@ -38,7 +38,7 @@ def replace_file(path: object, write: Callable[[BinaryIO], object], what: str, e
       what: the caller, at the beginning of messages.
       error: the exception type to raise.
     Returns: the resolved path of the file.
-    Raises: `error` if `path` is no path, is not a regular file, or can't be written; exceptions of `write` other than
+    Raises: `error` if `path` is not the path of a regular file, or can't be written; exceptions of `write` other than
       OSError. A killed writer leaves a temporary file, which the next call removes.
     """
     replacement = Replacement(path, what, error)
@@ -248,7 +248,7 @@ def open_file(
 
     Args:
       same: the expected version (`file_id`), from an earlier read of the file.
-    Raises: `error` if it is no regular file (a pipe, a device), exceeds `most_bytes`, or is not the version `same`.
+    Raises: `error` if it is not a regular file (a pipe, a device), exceeds `most_bytes`, or is not the version `same`.
     """
     with faults_of(path, what, "read", error) as target, open(target, "rb") as file:
         status = os.fstat(file.fileno())
@@ -297,7 +297,7 @@ def faults_of(path: object, what: str, done: str, error: type[Exception]) -> Ite
 
 
 def _check_regular(path: str) -> None:
-    """Raise OSError if the path, with links followed, exists and is no regular file."""
+    """Raise OSError if the path, with links followed, exists and is not a regular file."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:

@@ -463,7 +463,7 @@ def scope(name: str, reuse: bool = False) -> Iterator[None]:
     """Prefix the names of operations and variables made inside: `with mtf.scope("layer_0"):`.
 
     With `reuse` every variable declared inside, including nested scopes, is the existing one of that name.
-    Raises: GraphError if `name` is no non-empty string without white space.
+    Raises: GraphError if `name` is not a non-empty string without white space.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():

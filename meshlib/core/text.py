@@ -22,7 +22,7 @@ def bytes_text(n: int | float) -> str:
 
 
 def read_bytes(text: str) -> float | None:
-    """The number of bytes in a text such as "1.5 KiB", or None if it is no size.
+    """The number of bytes in a text such as "1.5 KiB", or None if it is not a size.
 
     >>> read_bytes("1.5 KiB"), read_bytes("512 B"), read_bytes("2GiB"), read_bytes("some")
     (1536.0, 512.0, 2147483648.0, None)

@@ -56,7 +56,7 @@ class Field:
             raise FeedError(f"{what}: name must be that of a feature, got {self.name!r:.80}")
         if self.dtype == "image":
             if self.shape not in ((), None) and not _is_square(self.shape):
-                raise FeedError(f"{what}: the shape of an image is (side, side, 1 or 3), got {self.shape!r:.80}")
+                raise FeedError(f"{what}: the shape of an image must be (side, side, 1 or 3), got {self.shape!r:.80}")
             return
         try:
             known = isinstance(self.dtype, str) and (self.dtype in KINDS or np.dtype(self.dtype).kind in "fiub")
@@ -287,7 +287,7 @@ def records(
     if fields is not None:
         wrong = not isinstance(fields, Mapping) or not fields
         if wrong or not all(isinstance(n, str) and isinstance(f, Field) for n, f in fields.items()):
-            raise FeedError(f"{at('data.records')}: fields are a dict of names to mtf.data.Field, got {fields!r:.80}")
+            raise FeedError(f"{at('data.records')}: fields must map names to mtf.data.Field, got {fields!r:.80}")
         read = _Decoder(fields)
     source = at_one_moment(
         lambda: Records(files_of(paths), read, interleave, on_fault, _source_name(paths)), "data.records", DataError

@@ -443,7 +443,7 @@ class TextLines(Source):
 
 
 def _lines_of(path: str) -> tuple[Numbers, Numbers]:
-    """Begins and ends of the non-empty lines of a file."""
+    """Offsets at which the non-empty lines of a file begin and end."""
     starts, ends, at = [], [], 0
     with open_file(path, "data", DataError) as (file, _):
         for line in lines_of(file, path, "data", DataError):

@@ -125,7 +125,7 @@ def _under_load(
 def _compiled_moves(program: Program, compiled: Any) -> CompiledCollectives:
     """The collectives of a compiled program; GraphError for anything else, and for another program."""
     if not callable(getattr(compiled, "kept_moves", None)):
-        raise GraphError(f"estimate: compiled is what mtf.compile_for returned, got {compiled!r:.80}")
+        raise GraphError(f"estimate: compiled must be what mtf.compile_for returned, got {compiled!r:.80}")
     if compiled.program is not program:
         raise GraphError("estimate: compiled is of another program; compile this one: mtf.compile_for(program, slice)")
     compiled_moves: CompiledCollectives = compiled.kept_moves()

@@ -169,7 +169,9 @@ class Generator:
             raise GraphError(f"{at(WHAT)}: start_token must be in 0 to {c.vocab - 1}, got {self.start_token}")
         narrowed = [name for name in ("top_k", "top_p") if getattr(self, name) is not None]
         if self.beams > 1 and (self.temperature or narrowed):
-            raise GraphError(f"{at(WHAT)}: beam search draws nothing: leave temperature, top_k and top_p, or beams=1")
+            raise GraphError(
+                f"{at(WHAT)}: beam search draws no samples: leave temperature, top_k and top_p unset, or beams=1"
+            )
         if narrowed and self.temperature == 0:
             raise GraphError(
                 f"{at(WHAT)}: at temperature 0 the likeliest token is taken, whatever {' and '.join(narrowed)}; "

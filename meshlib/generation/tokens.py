@@ -39,7 +39,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of bytes; invalid UTF-8 and ids that are no bytes become a replacement character."""
+        """The text of bytes; invalid UTF-8 and ids that are not bytes become a replacement character."""
         return bytes(t if t < 256 else 255 for t in tokens).decode(errors="replace")
 
 

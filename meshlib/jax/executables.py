@@ -68,7 +68,7 @@ def read_executable(
 
         def fail(fault: str) -> NoReturn:
             raise ProgramError(
-                f"on_jax: {target} is no whole file of a compiled step: {fault}; write it with "
+                f"on_jax: {target} is not a whole file of a compiled step: {fault}; write it with "
                 "mtf.compile_for(...).save"
             ) from None
 

@@ -39,7 +39,7 @@ class ExplainedCollective:
     """One collective of a compiled program. Bytes are exact, for one run on one device.
 
     kind, axes     as in `Program.collectives`; part of an axis as `x:(2)4`, a factor of 4 of `x` behind major factors
-                   of 2; None if the groups are no axes of the mesh
+                   of 2; None if the groups are not axes of the mesh
     operands       of one device, such as "bf16[64,8192]", one for each value that the compiler merged; operand_bytes of
                    each
     payload_bytes  of all operands; sent_bytes: sent by a device on a ring
@@ -169,7 +169,7 @@ def _notes(collectives: Sequence[ExplainedCollective]) -> Iterator[str]:
     if any(c.count is None for c in collectives):
         yield "? runs: the trips of a loop depend on data; one is counted"
     if any(c.axes is None for c in collectives):
-        yield "? over: the groups are no axes of this mesh; give the mesh that the program was compiled for"
+        yield "? over: the groups are not axes of this mesh; give the mesh that the program was compiled for"
 
 
 def explain(compiled: Any, slice: Any, mesh: Any = None) -> Explained:
@@ -184,8 +184,8 @@ def explain(compiled: Any, slice: Any, mesh: Any = None) -> Explained:
       mesh: the axes, major first, as "data:16;model:16", a dict or a JAX mesh. By default a compiled object's own mesh,
         for a text one axis "devices".
     Returns: an `Explained`: `print` it; `.collectives`, `.sent_bytes`, `.seconds`, `.as_json()`.
-    Raises: ProgramError if `compiled` is no compiled HLO or the mesh has another size; SliceError for an unknown slice,
-      or one of another size; GraphError for other bad arguments.
+    Raises: ProgramError if `compiled` is not compiled HLO or the mesh has another size; SliceError for an unknown
+      slice, or one of another size; GraphError for other bad arguments.
     Example:
       >>> text = '''HloModule jit_step, num_partitions=4
       ... ENTRY %main (p: bf16[64,128]) -> bf16[256,128] {

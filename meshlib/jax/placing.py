@@ -39,7 +39,7 @@ def checked_devices(devices: Any, what: str) -> list[Any]:
         return list(jax.devices())
     device_list = list(devices) if is_iterable(devices) and not isinstance(devices, str) else [devices]
     if not device_list or not all(isinstance(d, jax.Device) for d in device_list):
-        raise GraphError(f"{what}: devices are a list of JAX devices, as of jax.devices(), got {devices!r:.80}")
+        raise GraphError(f"{what}: devices must be a list of JAX devices, as of jax.devices(), got {devices!r:.80}")
     twice = next((d for n, d in enumerate(device_list) if d in device_list[:n]), None)
     if twice is not None:
         raise GraphError(f"{what}: device {twice} is {device_list.count(twice)} times in the list; give each once")

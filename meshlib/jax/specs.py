@@ -109,7 +109,7 @@ def partition_specs(program: Program) -> PartitionSpecs:
       program: a program returned by `mtf.lower`.
     Returns: specs by name, with `constrain(name, x)` for values, and `note()` on the bytes that XLA will send: its
       partitioner may choose other collectives than the program.
-    Raises: GraphError if `program` is no program; MissingError without JAX.
+    Raises: GraphError if `program` is not a program; MissingError without JAX.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():

@@ -37,7 +37,7 @@ class RowContext:
     offsets  factor -> global index at which this block starts
     runs     for each operand, the dims along which it is a window that the result needs (see `opdef.Halo`);
              elements outside the dim are undefined
-    own      for each operand with margins, the part that is no margin
+    own      for each operand with margins, the part that is not a margin
     """
 
     operation: Operation

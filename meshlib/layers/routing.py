@@ -112,13 +112,13 @@ class Routing:
         within = experts // self.expert_groups * self.groups_per_token
         if experts % self.expert_groups:
             faults.append(
-                f"{experts} experts are no {self.expert_groups} groups of equal size: "
+                f"{experts} experts can't be cut into {self.expert_groups} groups of equal size: "
                 f"{experts} % {self.expert_groups} = {experts % self.expert_groups}; expert_groups may be "
                 f"{divisors_near(experts, self.expert_groups)}"
             )
         if self.expert_shards is not None and experts % self.expert_shards:
             faults.append(
-                f"{experts} experts are no {self.expert_shards} shards of equal size (expert_shards): "
+                f"{experts} experts can't be cut into {self.expert_shards} shards of equal size (expert_shards): "
                 f"{experts} % {self.expert_shards} = {experts % self.expert_shards}; take "
                 f"{divisors_near(experts, self.expert_shards)}"
             )

@@ -215,7 +215,7 @@ def _named_outputs(outputs: Outputs) -> dict[str, Tensor]:
         fetched = dict(outputs or {})
         for name, t in fetched.items():
             if not isinstance(name, str):
-                raise GraphError(f"the names of outputs are strings, got {type(name).__name__} {name!r:.80}")
+                raise GraphError(f"the names of outputs must be strings, got {type(name).__name__} {name!r:.80}")
             if not isinstance(t, Tensor):
                 raise GraphError(f"output {name!r} must be a tensor, got {type(t).__name__} {t!r:.80}")
         return fetched

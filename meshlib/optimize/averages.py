@@ -75,7 +75,7 @@ def averaged(state: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
     """The averages of a state under the names of their variables, for evaluation:
     `evaluation.state.update(mtf.optimize.averaged(sim.state))`.
 
-    Raises: GraphError if there are none, or the argument is no state.
+    Raises: GraphError if there are none, or the argument is not a state.
     """
     if not isinstance(state, Mapping):
         raise GraphError(f"{at('averaged')}: expected a state, as sim.state, got {type(state).__name__} {state!r:.80}")

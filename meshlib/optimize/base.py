@@ -190,7 +190,7 @@ class Optimizer(abc.ABC):
     def _checked(self, rate: Tensor, argument: str) -> Tensor:
         if len(rate.shape) or not rate.dtype.is_wide_float:
             raise GraphError(
-                f"{at(type(self).__name__)}: {argument} is a float without dims, got {rate}; cast or reduce it"
+                f"{at(type(self).__name__)}: {argument} must be a float without dims, got {rate}; cast or reduce it"
             )
         return rate
 

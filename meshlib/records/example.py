@@ -147,7 +147,7 @@ def encode(features: Mapping[str, Any]) -> bytes:
     entries = []
     for name in sorted(features, key=str):
         if not isinstance(name, str):
-            raise DataError(f"records.encode: the names of features are text, got {name!r:.80}")
+            raise DataError(f"records.encode: the names of features must be text, got {name!r:.80}")
         entry = _field(1, name.encode()) + _field(2, _encoded(name, features[name]))
         entries.append(_field(1, entry))
     return _field(1, b"".join(entries))

@@ -32,7 +32,7 @@ def read_image(file: str | os.PathLike[str] | bytes, size: tuple[int, int] | Non
       file: a path, or the bytes of a file.
       size: (height, width) to which its central part of that aspect ratio is resized (bilinear); by default unchanged.
       channels: 1 or 3.
-    Raises: DataError if it is no image, or has more than 8 bits per channel; MissingError without Pillow.
+    Raises: DataError if it is not an image, or has more than 8 bits per channel; MissingError without Pillow.
     """
     pillow = _pillow()
     what = "the image" if isinstance(file, bytes) else os.fspath(file)

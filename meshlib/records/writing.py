@@ -61,7 +61,7 @@ class Writer:
     def write(self, data: bytes) -> None:
         """Add a record."""
         if not isinstance(data, bytes | bytearray | memoryview):
-            raise DataError(f"records: a record is bytes, got {type(data).__name__} {data!r:.80}")
+            raise DataError(f"records: a record must be bytes, got {type(data).__name__} {data!r:.80}")
         if self._ended:
             raise DataError(f"records: {self.paths[0]} is finished and takes no more records; create another Writer")
         self._shards[self.count % len(self._shards)].add(bytes(data))

@@ -60,8 +60,8 @@ def check_holds_weights(folder: Path, what: str) -> None:
         exported = _is_whole_model(folder, what)
     if exported:
         raise CheckpointError(
-            f"{what}: the latest in {folder} is a model that mtf.export wrote; read it with mtf.load_model, or name a "
-            "file of weights"
+            f"{what}: the latest set in {folder} is a model that mtf.export wrote; read it with mtf.load_model, or "
+            "name a file of weights"
         )
 
 
@@ -70,8 +70,8 @@ def check_holds_model(folder: Path, what: str) -> None:
     weights = any((folder / name).is_file() for name in (INDEX, SINGLE))
     if replaced_by(folder, MODEL, [SHARDS]) or (weights and not (folder / CONFIG).exists()):
         raise CheckpointError(
-            f"{what}: the latest in {folder} is weights by Hugging Face's names, no model of mtf.export; read them "
-            "with mtf.sharing.read_weights, or export the model again"
+            f"{what}: the latest set in {folder} has weights under Hugging Face names, not a model of "
+            "mtf.export; read it with mtf.sharing.read_weights, or export the model again"
         )
 
 

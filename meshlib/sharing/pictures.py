@@ -65,7 +65,7 @@ def pixels_of(picture: object, sizes: Sequence[int], what: str) -> Array:
     """A picture as an array [height, width, channels]: such an array as it is, or an image file resized to it.
 
     A file is cropped at its centre to the aspect ratio, as in training: see `mtf.records.read_image`.
-    Raises: FeedError for an array of another shape or range, a file that is no picture; MissingError without Pillow.
+    Raises: FeedError for an array of another shape or range, a file that is not a picture; MissingError without Pillow.
     """
     height, width, channels = sizes
     if isinstance(picture, np.ndarray):

@@ -70,7 +70,7 @@ def _read(path: str | os.PathLike[str], config: TransformerConfig, what: str) ->
         else:
             place[...] = _ours(row, files[theirs], place.shape, config)
     strange = [n for n in files if n not in used and not any(fnmatchcase(n, spare) for spare in family.spare)]
-    faults += [f"'{name}' {list(files.shape(name))} is no variable of {config.name}" for name in strange]
+    faults += [f"'{name}' {list(files.shape(name))} is not a variable of {config.name}" for name in strange]
     if faults:
         raise CheckpointError.listing(f"{what}: {files.target} does not fit {config.name}", faults)
     return arrays
@@ -272,7 +272,7 @@ def _files_of(path: object, what: str) -> list[Path | object]:
         names = sorted({str(name) for name in index["weight_map"].values()})
         entries = index.get("metadata", {}).get("files")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as fault:
-        raise CheckpointError(f"{what}: {target} is no index of safetensors files: {fault!r:.80}") from None
+        raise CheckpointError(f"{what}: {target} is not an index of safetensors files: {fault!r:.80}") from None
     if any(Path(name).name != name for name in names):
         raise CheckpointError(f"{what}: {target} names files outside of its folder: {', '.join(names)[:200]}")
     if entries is not None:  # `write_weights` records sizes; other writers' indexes have names alone

@@ -100,7 +100,7 @@ class Simulation(Shown):
         return clipped(f"<Simulation: {count} variables, {self.executor} executor; mesh {mesh} ({mesh.size} cores)>")
 
     def __getstate__(self) -> dict[str, Any]:
-        # Buffers are no state: a copy plans its own.
+        # Buffers are not state: a copy plans its own.
         own = {"_ready": OrderedDict(), "_without_nan": {}, "_stepping": False, "_last": None}
         return {**vars(self), "state": copy(self.state), **own}
 
@@ -219,7 +219,7 @@ class Simulation(Shown):
             raise FeedError(f"{at(what)}: name must be the name of a tensor, got {name!r:.80}")
         if self._last is None:
             hint = f"{nearest(name, self.state)}; other tensors have values {self.intermediates}"
-            raise FeedError(f"{at(what)}: '{name}' is no variable{hint}")
+            raise FeedError(f"{at(what)}: '{name}' is not a variable{hint}")
         return self._last
 
     def _run(self, program: Program, given: Mapping[str, Any]) -> dict[str, Array]:

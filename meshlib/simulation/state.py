@@ -35,7 +35,7 @@ def to_storage(array: object, shape: Shape, dtype: DType, what: str) -> Array:
                 array = array.astype(np.float64)  # Python numbers have no dtype to respect
         except (ValueError, OverflowError):
             raise FeedError(
-                f"{what}: the nested list is no array of shape {list(shape.sizes)}; its rows differ"
+                f"{what}: the nested list is not an array of shape {list(shape.sizes)}; its rows differ"
             ) from None
     if not isinstance(array, np.ndarray | np.generic):
         masked = " that holds a masked array" if is_masked(array) else ""

@@ -91,7 +91,7 @@ def checked_notes(notes: Mapping[str, str] | None) -> dict[str, str]:
     taken = {"format", "meshlib", SEED, METADATA}
     for name, text in checked.items():
         if not isinstance(name, str) or not isinstance(text, str) or name in taken or name.startswith(SUM):
-            raise CheckpointError(f"save: notes are names and texts of your own, got {name!r:.80}: {text!r:.80}")
+            raise CheckpointError(f"save: notes must map names of your own to text, got {name!r:.80}: {text!r:.80}")
     return checked
 
 
@@ -379,7 +379,9 @@ def _read(file: BinaryIO, header: Header, name: str, kind: tuple[Shape, DType], 
         bits = np.frombuffer(raw, np.uint8 if dtype is BOOL else dtype.storage.newbyteorder("<"))
         if dtype is BOOL and bits.max() > 1:
             at = int(np.argmax(bits > 1))
-            raise CheckpointError(f"load: {target}: element {start + at} of BOOL tensor '{name}' is {bits[at]}")
+            raise CheckpointError(
+                f"load: {target}: element {start + at} of BOOL tensor '{name}' is {bits[at]}, not 0 or 1"
+            )
         if dtype is INT4 and (bits.min() < -8 or bits.max() > 7):
             at = int(np.argmax((bits < -8) | (bits > 7)))
             raise CheckpointError(f"load: {target}: element {start + at} of int4 variable '{name}' is {bits[at]}")

@@ -170,7 +170,7 @@ def _product(sizes: list[int], limit: int) -> int:
 class Tensors(Mapping[str, Array]):
     """The tensors of a file by name, each read on access, in its own dtype.
 
-    Raises: CheckpointError if the file is no complete safetensors file, or a tensor has a dtype that NumPy lacks.
+    Raises: CheckpointError if the file is not a complete safetensors file, or a tensor has a dtype that NumPy lacks.
     """
 
     def __init__(self, path: object, what: str) -> None:

@@ -101,7 +101,7 @@ def examples_of(data: object, batch: Mapping[str, Any]) -> float:
 
 
 def feeding_of(data: Any) -> Feeding:
-    """The `Feeding` for data of any kind. Raises: FeedError if they are no batches."""
+    """The `Feeding` for data of any kind. Raises: FeedError if they are not batches."""
     chain = data.data if isinstance(data, Feed) else data
     if isinstance(chain, Data) and chain.batching is None:
         raise FeedError(f"{at('train')}: the data are examples, not batches: {chain}; write data.batch(size)")

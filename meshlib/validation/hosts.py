@@ -50,7 +50,7 @@ def includes_input(row: Row) -> bool:
 
 
 def host_of(row: Row) -> tuple[Host | None, tuple[str, ...], str]:
-    """The host of a row, the assumptions made about it, and why the row itself is no measure; None if unknown."""
+    """The host of a row, the assumptions made about it, and why the row itself is not a measure; None if unknown."""
     if not includes_input(row):
         return None, (), ""
     others = [other for other in table_of(row) if other.get("id") != row.get("id")]

@@ -145,7 +145,7 @@ def _config(model: Mapping[str, Any], precision: str) -> ResNetConfig:
     assert isinstance(config, ResNetConfig)
     size = model.get("image") or config.height
     if isinstance(size, bool) or not float(size).is_integer() or size < 32:
-        raise NotExpressed(f"its images are {size!r} wide, which is no whole number of at least 32")
+        raise NotExpressed(f"its images are {size!r} wide, which is not a whole number of at least 32")
     wide = "float32" in precision or ("fp32" in precision and "bf16" not in precision)
     if "int8" in precision or "fp8" in precision:
         raise NotExpressed(f"convolutions have no rows in eight bits, and its precision is {precision!r}")

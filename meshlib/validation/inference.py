@@ -34,7 +34,7 @@ _NARROW = {"int8": "int8", "fp8": "float8_e4m3fn", "int4": "int4"}
 
 
 def phase_of(row: Row) -> str:
-    """ "prefill" or "decode"; "" for rows that are no inference.
+    """ "prefill" or "decode"; "" for rows that are not inference.
 
     >>> phase_of({"batch": {"phase": "decode 64 tokens after 2048 context"}}), phase_of({"kind": "inference"})
     ('decode', 'decode')

@@ -158,7 +158,7 @@ def run_of(row: Row) -> Run:
     Raises: NotExpressed, with the reason, for rows of other kinds and for what the row leaves open.
     """
     if "inference" in str(row.get("kind")) or "phase" in (row.get("batch") or {}):
-        raise NotExpressed("it is no training run: see meshlib.validation.inference")
+        raise NotExpressed("it is not a training run: see meshlib.validation.inference")
     model, completed = dimensions(row)
     chip = get_chip(str(row["chip"]))
     slice_, assumed = slice_of(row, chip)
@@ -316,7 +316,7 @@ def _attention(row: Row, chip: Chip) -> str:
 
 
 def _why_apart(row: Row, model: Mapping[str, Any]) -> str:
-    """Why a row can be predicted but is no measure of the model."""
+    """Why a row can be predicted but is not a measure of the model."""
     if str(row.get("usability", "A")).startswith("C"):
         return "the row itself is marked as of little use"
     doubts = {"dims_certainty": ("memory", "uncertain", "ambiguous"), "dims_source": ("uncertain", "ambiguous")}

@@ -185,7 +185,7 @@ def _load(path: str | Path) -> list[dict[str, Any]]:
 
 
 def check_row(row: Mapping[str, Any], compiler: Compiler = XLA_TPU) -> Checked:
-    """Predict a row that is no training run; prepare training runs, timed by `validate`; give reasons for others."""
+    """Predict a row that is not a training run; prepare training runs, timed by `validate`; give reasons for others."""
     family, kind, phase = str(row.get("family", "?")), micro.kind_of(row), inference.phase_of(row)
     title = " ".join(dict.fromkeys(word for word in (family, kind or phase) if word))
     checked = Checked(str(row.get("id", "?")), title, str(row.get("chip", "?")), None, None, phase=phase)

@@ -450,7 +450,7 @@ def random_program(seed: int) -> Figures:
             try:
                 made = w.choose(STEPS)(w, x) if x is not None else None
             except mtf.MeshlibError:
-                continue  # what is no program is not what is measured here
+                continue  # what is not a program is not what is measured here
             if made is not None:
                 w.tensors.append(made)
         last = w.tensors[-3:]

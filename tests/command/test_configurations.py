@@ -109,7 +109,7 @@ def test_configs_of_hugging_face_are_planned(tmp_path: Path, capsys: pytest.Capt
 
 MISTAKES = {
     "unknown key": ("plan BASE per_device_batchsize=2 --slice v5e-16", "did you mean 'per_device_batch_size'"),
-    "no equals": ("plan BASE steps --slice v5e-16", "'steps' is no KEY=VALUE"),
+    "no equals": ("plan BASE steps --slice v5e-16", "'steps' is not KEY=VALUE"),
     "overrides of a model": ("plan gpt2 steps=2 --slice v5e-16", "--set steps=2"),
     "batch": ("plan BASE --batch 3 --slice v5e-16", "per_device_batch_size="),
     "layout": ("plan BASE --layout fsdp@fsdp:16 --slice v5e-16", "ici_*"),

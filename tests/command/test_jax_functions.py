@@ -65,7 +65,7 @@ def test_a_loss_is_planned_as_a_step_of_its_training(file: str, capsys: pytest.C
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["plain", "--arg", "x=f32"], "--arg is NAME=DTYPE[SIZES], such as"),
+        (["plain", "--arg", "x=f32"], "--arg must be NAME=DTYPE[SIZES], such as"),
         (["plain", "--arg", "x=f33[2]"], "no dtype 'f33'; there are f32,"),
         (["plain", "--arg", "x=f32[0]"], "sizes are 1 or more"),
         (["plain", "--arg", "x=f32[2]", "--arg", "x=f32[2]"], "x is given twice"),
@@ -74,7 +74,7 @@ def test_a_loss_is_planned_as_a_step_of_its_training(file: str, capsys: pytest.C
         (["plain", "--arg", "x=f32[2,4]"], "say what w is: --arg w=f32[256,512]"),
         (["plain"], "plain() missing 2 required positional arguments"),
         (["plain", "--names", "x=b"], "--names is for JAX functions whose arguments are given"),
-        (["loss", "--names", "x"], "--names is PATH=NAMES, such as"),
+        (["loss", "--names", "x"], "--names must be PATH=NAMES, such as"),
         (["loss", "--names", "x=a"], "'x' has 1 names, 'a', but x has 2 axes, [8, 16]"),
         (
             ["plain", "--arg", "x=f32[2,4]", "--arg", "w=f32[5,4]"],

@@ -475,7 +475,7 @@ MISTAKES: dict[str, Mistake] = {
         mtf.ShapeError,
         ["already has a dim 'length'"],
     ),
-    "a capacity that is no number": (
+    "a capacity that is not a number": (
         lambda: R(capacity_factor=float("nan")),
         mtf.GraphError,
         ["capacity_factor must be a finite number, got float nan"],

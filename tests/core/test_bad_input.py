@@ -673,7 +673,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     "state deleted": (lambda: simulated().state.pop("w1"), mtf.FeedError, ["'w1'", "deleted"]),
     "shard outside the mesh": (lambda: simulated().shard("w1", (1,)), mtf.LayoutError, [r"\(1,\)", "device:1"]),
     "shard of an unknown axis": (lambda: simulated().shard("w1", {"rows": 0}), mtf.LayoutError, ["rows", "device"]),
-    "assignment to what is no variable": (
+    "assignment to what is not a variable": (
         in_graph(lambda: mtf.assign(x(), x(name="y"))),
         mtf.GraphError,
         ["x: f32", "not a variable|is none", r"mtf\.variable"],
@@ -745,7 +745,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     ),
     # lowering and simulating
     "lowering of nothing": (mtf.lower, mtf.GraphError, ["nothing to lower", "outputs", "updates"]),
-    "output that is no tensor": (lambda: mtf.lower({"loss": 3.0}), mtf.GraphError, ["'loss'", "float 3.0"]),
+    "output that is not a tensor": (lambda: mtf.lower({"loss": 3.0}), mtf.GraphError, ["'loss'", "float 3.0"]),
     "updates that are tensors": (
         in_graph(lambda: mtf.lower(updates=[x()])),
         mtf.GraphError,
@@ -758,9 +758,9 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     ),
     "unknown precision": (lambda: lowered(precision="bf16"), mtf.GraphError, ["'default' or 'highest'", "'bf16'"]),
     "unknown executor": (lambda: simulated(executor="quick"), mtf.GraphError, ["'fast' or 'exact'", "'quick'"]),
-    "seed that is no integer": (lambda: simulated(seed=0.5), mtf.GraphError, ["seed", "integer", "0.5"]),
+    "seed that is not an integer": (lambda: simulated(seed=0.5), mtf.GraphError, ["seed", "integer", "0.5"]),
     "simulation of a tensor": (in_graph(lambda: mtf.simulate(x())), mtf.GraphError, ["mtf.lower", "Tensor"]),
-    "step of what is no program": (lambda: simulated().run("eval"), mtf.GraphError, ["mtf.lower", "str 'eval'"]),
+    "step of what is not a program": (lambda: simulated().run("eval"), mtf.GraphError, ["mtf.lower", "str 'eval'"]),
     "unknown slice size": (
         lambda: simulated(slice="v3-9"),
         mtf.SliceError,

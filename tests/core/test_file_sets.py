@@ -90,7 +90,7 @@ def test_what_is_written_last_is_what_readers_find(tmp_path: Path) -> None:
             assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
         else:
             assert number_of(tmp_path) == {number}
-            with pytest.raises(mtf.CheckpointError, match=r"is weights by Hugging Face's names, no model of mtf.expo"):
+            with pytest.raises(mtf.CheckpointError, match="Hugging Face names, not a model of mtf"):
                 mtf.load_model(tmp_path)
             assert not (tmp_path / "config.json").exists()
 
@@ -101,7 +101,7 @@ def test_an_export_leaves_the_weights_of_other_libraries(tmp_path: Path) -> None
     table = json.loads(index.read_text())
     index.write_text(json.dumps({"weight_map": table["weight_map"]}))  # as Hugging Face writes it
     mtf.export(weights(2), tmp_path, TINY)
-    with pytest.raises(mtf.CheckpointError, match=r"the latest in .* is a model that mtf.export wrote"):
+    with pytest.raises(mtf.CheckpointError, match=r"the latest set in .* is a model that mtf.export wrote"):
         number_of(tmp_path)
     assert number_of(index) == {1}  # type: ignore[arg-type]
     index.write_text(json.dumps({"weight_map": table["weight_map"], "metadata": {}}))  # put there later

@@ -127,7 +127,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "moe negative capacity": (lambda: R(capacity_factor=-1.0), "capacity_factor must be positive, got -1.0"),
     "moe groups": (
         lambda: layers.moe(tokens(), E, F, R(expert_groups=3)),
-        "4 experts are no 3 groups of equal size: 4 % 3 = 1; expert_groups may be 2 or 4",
+        "4 experts can't be cut into 3 groups of equal size: 4 % 3 = 1; expert_groups may be 2 or 4",
     ),
     "moe groups_per_token": (
         lambda: R(expert_groups=2, groups_per_token=3),
@@ -272,7 +272,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "generate beams+temp": (
         lambda: mtf.generate(TINY, [[1]], state(), max_tokens=2, beams=2, temperature=1.0),
-        "beam search draws nothing: leave temperature, top_k and top_p, or beams=1",
+        "beam search draws no samples: leave temperature, top_k and top_p unset, or beams=1",
     ),
     "generate state path": (
         lambda: mtf.generate(TINY, [[1]], "/nowhere/x.safetensors", max_tokens=2),

@@ -59,7 +59,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "search slice int": (
         lambda: mtf.search(matmul, 8),
-        "search: 8 is no slice name; write a TPU (v1, v2,*a size, e.g. 'v3-8', 'v4-4x4x8', '2*v5e-256'",
+        "search: 8 is not a slice name; write a TPU (v1, v2,*a size, e.g. 'v3-8', 'v4-4x4x8', '2*v5e-256'",
     ),
     "search axes str": (lambda: searched(axes="3"), "axes must be an integer, got str '3'"),
     "search workers 0": (lambda: mtf.search(matmul, "v5e-8", workers=0), "search: workers must be at least 1, got 0"),

@@ -119,7 +119,7 @@ def test_imports_point_down(path):
             at = f"{path}:{node.lineno}"
             assert name not in OWN or name in (floor, *BELOW[floor]), f"{at}: {floor} must not know {name}"
             assert when != "at once" or name in fine, (
-                f"{at}: {name} is no requirement of the core; import it where it is used"
+                f"{at}: {name} is not a requirement of the core; import it where it is used"
             )
 
 

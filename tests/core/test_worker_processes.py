@@ -61,7 +61,7 @@ import os, time
 from meshlib.searching.workers import Workers
 
 workers = Workers(2, {"slow": lambda n: time.sleep(1000)})
-if not os.fork():  # a process that is no child of this one outlives it
+if not os.fork():  # a process that is not a child of this one outlives it
     if not os.fork():
         time.sleep(4)
     os._exit(0)

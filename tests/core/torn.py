@@ -105,7 +105,7 @@ def either(kinds: str) -> Writer:
             try:
                 answers.append(reader(folder))
             except mtf.CheckpointError as fault:
-                said = re.search("the latest in .* is|is (damaged|not the file)", str(fault))
+                said = re.search("the latest set in .* (is|has) |is (damaged|not the file)", str(fault))
                 answers.append("the other" if said else str(fault))
         return answers
 

@@ -355,7 +355,7 @@ X = np.zeros((5, 2))
         ({"x": [1, 2]}, 2, {}, "'x' must be a NumPy array, got list; use np.asarray"),
         ({"x": np.float32(3)}, 2, {}, "'x' must be a NumPy array, got float32"),
         ({"x": np.array(3)}, 2, {}, "'x' needs a first dim that counts the examples"),
-        ({3: X}, 2, {}, "names of arrays are text, got 3"),
+        ({3: X}, 2, {}, "names of arrays must be text, got 3"),
         ({"x": X}, 6, {}, "a batch of 6 is larger than the data of 5 examples"),
         ({"x": X}, 0, {}, "batch_size must be an integer >= 1, got 0"),
         ({"x": X}, 2.0, {}, r"batch_size must be an integer >= 1, got 2\.0"),

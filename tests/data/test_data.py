@@ -427,12 +427,12 @@ def broken(example: Batch) -> Batch:
         (lambda: mtf.data.records(3), "expected the path of a file"),
         (lambda: mtf.data.records("a", on_fault="drop"), "on_fault must be 'error' or 'skip'"),
         (lambda: mtf.data.records("a", interleave=0), "interleave must be an integer >= 1"),
-        (lambda: mtf.data.records("a", {"x": "int32"}), "fields are a dict of names to mtf.data.Field"),
+        (lambda: mtf.data.records("a", {"x": "int32"}), "fields must map names to mtf.data.Field"),
         (lambda: mtf.data.Field("flaot32"), "dtype must be that of numbers.*did you mean 'float32'"),
         (lambda: mtf.data.Field("text", (-1,)), r"shape must be a tuple of sizes, or None, got \(-1,\)"),
         (lambda: mtf.data.Field("bytes", 3), "shape must be a tuple of sizes, or None, got 3"),
         (lambda: mtf.data.Field("int32", name=3), "name must be that of a feature, got 3"),
-        (lambda: mtf.data.Field("image", (3, 4, 3)), r"the shape of an image is \(side, side, 1 or 3\)"),
+        (lambda: mtf.data.Field("image", (3, 4, 3)), r"the shape of an image must be \(side, side, 1 or 3\)"),
         (lambda: mtf.data.folder("/nonexistent", 8), "expected a folder of classes"),
         (lambda: mtf.data.text(["/a", "/b"]), "no file /a; check the path; no file /b"),
     ],
@@ -549,7 +549,7 @@ def test_a_state_that_none_has_is_an_error(wrong: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("shape", [5, (0, 0, 3), ("a", "a", 3), (4, 5, 3), (4, 4, 2)])
 def test_a_picture_is_square(shape: Any) -> None:
-    with pytest.raises(mtf.FeedError, match="the shape of an image is"):
+    with pytest.raises(mtf.FeedError, match="the shape of an image must be"):
         mtf.data.Field("image", shape)
 
 

@@ -163,7 +163,7 @@ def test_a_decoder_minds_the_bytes_around_the_values() -> None:
         ({"a": [1, b"x"]}, "feature 'a'"),
         ({"a": [1 << 64]}, "feature 'a'"),
         ({"a": np.array([1 << 63], np.uint64)}, "at most 64 bits"),
-        ({1: 2}, "names of features are text"),
+        ({1: 2}, "names of features must be text"),
         ([1], "expected a dict"),
     ],
 )
@@ -292,7 +292,7 @@ def test_fuzzed_files_crash_nothing_and_no_wrong_record_is_taken(tmp_path: Path)
 
 def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"old")
-    with pytest.raises(mtf.DataError, match="a record is bytes, got int 7"):
+    with pytest.raises(mtf.DataError, match="a record must be bytes, got int 7"):
         records.write(tmp_path / "a", [b"x", 7])  # type: ignore[list-item]
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
     assert (tmp_path / "a").read_bytes() == b"old"

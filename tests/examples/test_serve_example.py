@@ -51,7 +51,7 @@ BAD = {
     "no layout": ([*TINY, "--layout", "tensr"], "no layout 'tensr'"),
     "a preset": (["--plan", "llama"], "llama"),
     "a top_p": ([*TINY, "--top-p", "2"], r"top_p must be in \(0, 1\], got 2"),
-    "a stop": (["--stop", "\\x"], r"--stop '\\\\x' is no text with escapes: truncated"),
+    "a stop": (["--stop", "\\x"], r"--stop '\\\\x' is not text with escapes: truncated"),
     "a prompt": (["--prompt", "a", "--prompt", ""], "--prompt 2 is empty"),
 }
 

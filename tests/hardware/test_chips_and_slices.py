@@ -165,20 +165,20 @@ def test_every_legal_name_is_a_slice_and_its_shape_too(kind):
         ("v4-4x4", "its torus has 3 axes, not 2"),
         ("v5p-20000", "v5p-17920"),
         ("v9-8", "unknown chip 'v9'; known chips are v1, v2"),
-        ("v5e-0x4", "is no slice of v5e"),
-        ("v4-4x4x256", "is no slice of v4; the nearest are"),
-        ("v5p-4x4x32", "is no slice of v5p; the nearest are"),
-        ("v7-4x4x28", "is no slice of v7; the nearest are"),
-        ("v3-٨", "is no slice name"),
-        ("٢*v5e-256", "is no slice name"),
-        ("v3-" + 5000 * "9", "is no slice name"),
+        ("v5e-0x4", "is not a slice of v5e"),
+        ("v4-4x4x256", "is not a slice of v4; the nearest are"),
+        ("v5p-4x4x32", "is not a slice of v5p; the nearest are"),
+        ("v7-4x4x28", "is not a slice of v7; the nearest are"),
+        ("v3-٨", "is not a slice name"),
+        ("٢*v5e-256", "is not a slice name"),
+        ("v3-" + 5000 * "9", "is not a slice name"),
         ("0*v5e-4", "at least 1, not 0"),
-        ("v5e--4", "is no slice name"),
-        ("v5e64", "is no slice name; did you mean 'v5e-64'?"),
+        ("v5e--4", "is not a slice name"),
+        ("v5e64", "is not a slice name; did you mean 'v5e-64'?"),
         ("2*TPU v4 4x4x8", "did you mean '2*v4-4x4x8'?"),
-        ("", "is no slice name"),
-        (8, "is no slice name"),
-        (None, "is no slice name"),
+        ("", "is not a slice name"),
+        (8, "is not a slice name"),
+        (None, "is not a slice name"),
     ],
 )
 def test_illegal_names(name, part):
@@ -246,7 +246,7 @@ def test_own_chip_and_its_slices():
     s = Slice("own-3x6", chip)
     assert (s.chips, s.hosts, s.wrap, s.usd_per_hour) == (18, 9, (False, True), None)
     assert chip.source("clock_hz") == "not given"
-    with pytest.raises(HardwareError, match="no slice of own"):
+    with pytest.raises(HardwareError, match="not a slice of own"):
         Slice("own-5x6", chip)
     with pytest.raises(HardwareError, match="no published int8 rate; it has bf16"):
         chip.peak_flops("int8")
@@ -262,7 +262,7 @@ def test_multipod_of_2020():
     pods = dataclasses.replace(CHIPS["v3"], pod_shape=(128, 32), max_slice_chips=4096)
     s = Slice("v3-128x32", pods)
     assert (s.chips, s.cores, s.wrap) == (4096, 8192, (False, True))
-    with pytest.raises(HardwareError, match="no slice of v3"):
+    with pytest.raises(HardwareError, match="not a slice of v3"):
         Slice("v3-128x32")
 
 

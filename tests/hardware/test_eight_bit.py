@@ -10,7 +10,7 @@ from hardware.eight_bit import LARGEST, round_to_eight_bits
 
 
 def fp8_grid(mantissa_bits: int, codes: int) -> np.ndarray:
-    """Every finite number: sign, exponent with a bias of half its range, mantissa; the last codes are no numbers."""
+    """Every finite number: sign, exponent with a bias of half its range, mantissa; the last codes are not numbers."""
     found, ones, bias = [], 1 << mantissa_bits, 2 ** (6 - mantissa_bits) - 1
     for code in range(codes):
         exponent, mantissa = code // ones, code % ones

@@ -210,11 +210,11 @@ def test_waiting_for_repair_one_by_one(spares, repair):
     [
         (lambda: slices_left("v5e-16", [(16, 0)]), "failed chip (16, 0) is not in a pod of shape 16x16"),
         (lambda: slices_left("2*v5e-16", []), "joins 2 slices; ask for one of them, v5e-4x4"),
-        (lambda: slices_left("v4-4x4x4", [], pod="v5p-8x8x8"), "no slice of a pod of v5p"),
+        (lambda: slices_left("v4-4x4x4", [], pod="v5p-8x8x8"), "not a slice of a pod of v5p"),
         (lambda: offered_share("v4-4x4x4", 1.5), "must be a probability, not 1.5"),
         (lambda: offered_share("v4-2x2x1", 0.9), "is not made of whole cubes; give switched=False"),
         (lambda: detours.ring_around(Torus((4,)), [7]), "failed nodes [7] are not all in a torus of 4 nodes"),
-        (lambda: detours.all_reduce(Torus((4,)), [0, 2], [np.ones(1)] * 4), "nodes 0 and 2 of the ring are no neigh"),
+        (lambda: detours.all_reduce(Torus((4,)), [0, 2], [np.ones(1)] * 4), "nodes 0 and 2 of the ring are not neigh"),
         (lambda: detours.all_reduce(Torus((4,)), [0, 0], [np.ones(1)] * 4), "two or more nodes, each once"),
         (lambda: segment_seconds(1, 1, 1, 0), "mean_time_between_failures must be a finite number > 0, not 0"),
         (lambda: segment_seconds(1e6, 0, 0, 1), "failures every 1 s let no segment of 1e+06 s end"),

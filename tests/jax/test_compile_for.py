@@ -129,7 +129,7 @@ def test_a_saved_step_runs_where_the_devices_are(
     with pytest.raises(mtf.GraphError, match="checked=False"):
         mtf.on_jax(programs[0], executable=path)
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(mtf.ProgramError, match="no whole file of a compiled step"):
+    with pytest.raises(mtf.ProgramError, match="not a whole file of a compiled step"):
         mtf.on_jax(programs[0], checked=False, executable=path).step(mlp_feeds()[0])
 
 
@@ -174,7 +174,7 @@ def test_the_tpu_compiler(slice: str) -> None:
         ([], "v5e-8", {}, "give a program"),
         (3, "v5e-8", {}, "expected a program from mtf.lower, got int 3"),
         (None, "v5e-16", {}, "8 positions, but slice v5e-16 has 16 devices"),
-        (None, "v5e-8", {"backend": "gpu"}, "backend is 'tpu' or 'cpu', got 'gpu'"),
+        (None, "v5e-8", {"backend": "gpu"}, "backend must be 'tpu' or 'cpu', got 'gpu'"),
         (None, "v5e-8", {"timeout_seconds": 0, "backend": "cpu"}, "timeout_seconds must be positive, got 0"),
     ],
     ids=["none", "type", "size", "backend", "timeout"],

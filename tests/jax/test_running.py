@@ -139,7 +139,7 @@ def test_too_few_devices_float64_and_an_operation_without_a_row() -> None:
         mtf.on_jax(x)  # type: ignore[arg-type]
     for junk in (3, "cpu", [], [None]):
         for function in (lambda x: mtf.on_jax(large, x), mtf.measure_chip):
-            with pytest.raises(mtf.GraphError, match="devices are a list of JAX devices"):
+            with pytest.raises(mtf.GraphError, match="devices must be a list of JAX devices"):
                 function(junk)
     with pytest.raises(mtf.GraphError, match=r"device .* is 2 times in the list; give each once"):
         mtf.on_jax(large, jax.devices()[:1] * 2)

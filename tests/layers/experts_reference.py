@@ -55,7 +55,7 @@ def allowed(favour: Array, r: Routing) -> Array:
 
 
 def seats(logits: Array, bias: Array | None, r: Routing, real: Array) -> Outcome:
-    """Route one group: logits [tokens, experts]; `real` says which tokens are no padding."""
+    """Route one group: logits [tokens, experts]; `real` says which tokens are not padding."""
     count, experts = logits.shape
     scores = np.array([softmax(row) for row in logits]) if r.scores == "softmax" else 1 / (1 + np.exp(-logits))
     favour = scores if bias is None else scores + bias

@@ -188,7 +188,7 @@ def before_adding_full() -> tuple[tuple, Moved]:
 
 
 def product_of_pending() -> tuple[tuple, Moved]:
-    """(sum a)(sum b) is no sum of products: both are reduced."""
+    """(sum a)(sum b) is not a sum of products: both are reduced."""
     x, w, first = x_w()
     second = mtf.einsum([mtf.tanh(x), w], [D("b", 4), D("n", 6)])
     return ((first * second, []), "m:2", "k:m"), [("all_reduce", "m", 96, 96)] * 2
@@ -303,7 +303,7 @@ def reshape_keeps_major() -> tuple[tuple, Moved]:
 
 
 def reshape_gathers_minor() -> tuple[tuple, Moved]:
-    """Splitting the minor part of a merged dim is no run of it: gathered. k = 2."""
+    """Splitting the minor part of a merged dim is not a run of it: gathered. k = 2."""
     x = mtf.input("x", [D("batch", 4), D("length", 6)])
     return ((mtf.reshape(x, [D("tokens", 24)]), []), "m:2", "length:m"), [("all_gather", "m", 4 * 3 * F32, 48)]
 

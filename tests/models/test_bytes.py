@@ -303,7 +303,7 @@ def test_a_step_sends_at_most_what_is_derived_by_hand(name: str):
 def assert_at_most_what_is_derived(name: str, devices: int, dtype: str, scan: bool, remat: str) -> None:
     sent, hand = lowered(name, devices, dtype, scan, remat).sent_bytes, allowed(name, devices, dtype, remat)
     most = hand * (1 + 1e-9) * NEARLY.get((name, devices), 1)
-    assert hand / 2 < sent <= most, (devices, dtype, scan, remat)  # the figures are no loose bounds
+    assert hand / 2 < sent <= most, (devices, dtype, scan, remat)  # the figures are not loose bounds
 
 
 @pytest.mark.parametrize("devices", some([*SPLITS], [8]))

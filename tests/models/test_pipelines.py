@@ -230,7 +230,7 @@ def test_whole_torus_axes_are_no_reason_to_split_another_axis_over_dcn() -> None
 
 
 def test_products_that_matmuls_keeps_are_kept_in_stages_too() -> None:
-    """The dim of the stages is no batch dim of a product: what a layer keeps does not depend on pipelines."""
+    """The dim of the stages is not a batch dim of a product: what a layer keeps does not depend on pipelines."""
 
     def recomputed(remat: str, **given: Any) -> set[str]:
         with mtf.Graph():

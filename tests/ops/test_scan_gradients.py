@@ -283,7 +283,7 @@ def test_bad_rewrites() -> None:
 
 
 def test_rules_do_not_reach_what_a_loop_stacks_for_its_gradient() -> None:
-    """[time, c] is no tensor of the user's: rules that lay both dims on one axis are legal."""
+    """[time, c] is not a tensor of the user's: rules that lay both dims on one axis are legal."""
     time, c = D("time", 4), D("c", 4)
     with mtf.Graph():
         x, s = mtf.input("x", [c], "float64"), mtf.input("s", [time], "float64")

@@ -832,10 +832,13 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "rate of text": (lambda: opt.SgdOptimizer("fast"), r"learning rate must be a number, a tensor or a sched.*'fast'"),
     "no rate": (lambda: opt.AdamOptimizer(None), r"AdamOptimizer .*learning rate must be a number"),
     "infinite rate": (lambda: opt.LionOptimizer(math.inf), r"learning rate must be a finite number, got float inf"),
-    "rate with dims": (lambda: opt.SgdOptimizer(mtf.ones([ROWS])), r"learning rate is a float without dims, got ones"),
+    "rate with dims": (
+        lambda: opt.SgdOptimizer(mtf.ones([ROWS])),
+        "must be a float without dims, got ones",
+    ),
     "schedule with dims": (
         lambda: applied(schedule=lambda t: mtf.ones([ROWS])),
-        r"schedule's result is a float with.*",
+        r"schedule's result must be a float with.*",
     ),
     "schedule of text": (
         lambda: applied(schedule=lambda t: "x"),

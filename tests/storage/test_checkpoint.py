@@ -361,7 +361,7 @@ def test_a_tensor_without_elements_and_foreign_dtypes_are_fine(tmp_path: Path) -
 
 def test_a_bool_must_be_one(tmp_path: Path) -> None:
     table = {"flags": {"dtype": "BOOL", "shape": [6], "data_offsets": [0, 6]}}
-    with pytest.raises(mtf.CheckpointError, match="element 3 of BOOL tensor 'flags' is 2"):
+    with pytest.raises(mtf.CheckpointError, match="element 3 of BOOL tensor 'flags' is 2, not 0 or 1"):
         mtf.load(written(tmp_path / "x", table, b"\0\1\1\2\1\1"), variables(), only="flags")
 
 
@@ -615,11 +615,11 @@ def test_a_writer_killed_at_random_moments_leaves_a_whole_checkpoint(tmp_path: P
     assert saves >= 20
 
 
-# ---------------------------------------------------------------- paths that are no regular file
+# ---------------------------------------------------------------- paths that are not regular files
 
 
 def special(folder: Path, kind: str) -> Path:
-    """Something that is no regular file; devices are nodes of this folder alone."""
+    """Something that is not a regular file; devices are nodes of this folder alone."""
     path = folder / "special"
     if kind == "pipe":
         os.mkfifo(path)

@@ -48,7 +48,7 @@ def stated(run: Run) -> mtf.Compiler:
 def test_runs_are_predicted_by_the_public_functions(name: str) -> None:
     run = check_row(BY_NAME[name]).run
     if run is None:
-        pytest.skip(f"{name} is no training run of a Transformer that can be expressed")
+        pytest.skip(f"{name} is not a training run of a Transformer that can be expressed")
     config, mesh = config_of(run), mtf.Mesh(dict(run.mesh))
     with mtf.Graph():
         adamw = mtf.optimize.AdamWOptimizer(1e-3, slot_dtype=run.state_dtype, master_dtype=run.state_dtype)
@@ -67,7 +67,7 @@ def test_runs_are_predicted_by_the_public_functions(name: str) -> None:
 def test_networks_of_images_are_predicted_by_the_public_functions(name: str) -> None:
     images = check_row(BY_NAME[name]).images
     if images is None:
-        pytest.skip(f"{name} is no training run of a residual network that can be expressed")
+        pytest.skip(f"{name} is not a training run of a residual network that can be expressed")
     run = replace(image_run_of(BY_NAME[name]), host=None)
     prepared = prepare_images(run)
     again = mtf.estimate(prepared.step.program, run.slice)

@@ -80,7 +80,7 @@ def test_collectives_take_what_their_bytes_take(op, links):
 
 
 def test_a_permutation_alone():
-    """One block to the next chip; the copy of what arrived is no part of it."""
+    """One block to the next chip; the copy of what arrived is not part of it."""
     size = 1 << 26
     predicted, _ = seconds_of(row("ppermute over a group of 4, f32", topology=[2, 2], input_bytes=size))
     assert size / (2 * V5E_LINK) < predicted < 1.05 * size / V5E_LINK

@@ -74,7 +74,7 @@ def load_images(data: str | Path | None, side: int = 32, seed: int = 0, count: i
 def read_image(path: str | Path, side: int, channels: int = 3) -> Images:
     """An image as float32 [side, side, channels] in 0..1: its central square, resized.
 
-    Raises: DataError if it is no image, MissingError if Pillow is not installed.
+    Raises: DataError if it is not an image, MissingError if Pillow is not installed.
     """
     return pictures.read_image(path, (side, side), channels).astype(np.float32) / np.float32(255)
 

@@ -264,7 +264,7 @@ class BytePairs:
     def _checked(self, token: object) -> int:
         if isinstance(token, int | np.integer) and not isinstance(token, bool) and 0 <= token < len(self.pieces):
             return int(token)
-        raise GraphError(f"{at(WHAT)}: tokens are numbers from 0 to {len(self.pieces) - 1}, got {token!r:.40}")
+        raise GraphError(f"{at(WHAT)}: tokens must be numbers from 0 to {len(self.pieces) - 1}, got {token!r:.40}")
 
     def _special(self, name: str) -> int:
         if name not in self.specials:
@@ -332,5 +332,5 @@ def _sides_of_blanks(blanks: Mapping[str, Sequence[str]]) -> dict[str, tuple[str
     """The sides on which special tokens absorb blanks."""
     sides_of = {name: tuple(sides) for name, sides in blanks.items()}
     if any(side not in STRIPS for sides in sides_of.values() for side in sides):
-        raise GraphError(f"{at(WHAT)}: blanks are taken {' or '.join(STRIPS)} a token, got {blanks!r:.80}")
+        raise GraphError(f"{at(WHAT)}: blanks must be on the {' or '.join(STRIPS)} of a token, got {blanks!r:.80}")
     return sides_of

@@ -110,7 +110,7 @@ class Faults:
 def faults_of(mean: object, restart: object, spares: object, repair: object) -> Faults | None:
     """The failure arguments of `Estimate.run`; None if none is given.
 
-    Raises: GraphError for values that are no durations or counts, or that need another argument.
+    Raises: GraphError for values that are not durations or counts, or that need another argument.
     """
     others = {"restart_seconds": restart, "spare_slices": spares, "repair_seconds": repair}
     given = [name for name, value in others.items() if value is not None]

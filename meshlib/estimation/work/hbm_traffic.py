@@ -134,7 +134,7 @@ def _read(i: Instruction, n: int, x: Value, stored: Stored) -> tuple[int, int]:
 def row_looked_up(i: Instruction, x: Value) -> int:
     """Elements of the row that a gather's index selects, if the whole row is read; otherwise 0."""
     indices = i.operation.opdef.indices
-    if indices is None or isinstance(i, Move):  # a move of its operand is no lookup
+    if indices is None or isinstance(i, Move):  # a move of its operand is not a lookup
         return 0
     named = {d.name for d in i.inputs[indices].tensor.shape} | {i.operation.attrs["dim"].name}
     own = [d.size for d in x.local_shape if d.name not in named]

@@ -44,7 +44,7 @@ def compile_for(
 
     The step of `mtf.on_jax` is compiled in a separate process, which does not touch this one's JAX and environment.
     Large models take minutes: the first call of `progress` gives an estimate. The TPU compiler comes with `pip install
-    libtpu`, under its own terms; it is no part of this library.
+    libtpu`, under its own terms; it is not part of this library.
 
     Args:
       program: a program returned by `mtf.lower`, or a list of them.
@@ -74,7 +74,7 @@ def compile_for(
     for p in programs:
         require_program(p, "compile_for")
     if not isinstance(backend, str) or backend not in BACKENDS:
-        raise GraphError(f"{at('compile_for')}: backend is 'tpu' or 'cpu', got {backend!r:.40}")
+        raise GraphError(f"{at('compile_for')}: backend must be 'tpu' or 'cpu', got {backend!r:.40}")
     if timeout_seconds is not None:
         timeout_seconds = bounded(timeout_seconds, "compile_for", "timeout_seconds", POSITIVE)
     slices = {slice_for("compile_for", p.mesh, slice) for p in programs}

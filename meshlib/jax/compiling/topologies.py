@@ -68,5 +68,5 @@ def require_tpu_compiler() -> None:
     if find_spec("libtpu") is None:
         raise MissingError(
             "compile_for needs the TPU compiler, which is not installed: pip install libtpu (it comes under its own "
-            "terms and is no part of this library); backend='cpu' compiles for CPUs instead"
+            "terms and is not part of this library); backend='cpu' compiles for CPUs instead"
         )

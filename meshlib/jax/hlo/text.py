@@ -166,7 +166,7 @@ def damage_as_error(what: str) -> Iterator[None]:
 def parse(text: str, what: str = "explain") -> Module:
     """Parse an HLO text, such as `compiled.as_text()` returns.
 
-    Raises: ProgramError, which begins with `what`, for a text that is no compiled HLO.
+    Raises: ProgramError, which begins with `what`, for a text that is not compiled HLO.
 
     >>> module = parse('''HloModule m, num_partitions=2
     ... ENTRY %main (p: f32[8]) -> f32[8] {
@@ -225,7 +225,7 @@ def arrays_of(shape: str) -> tuple[Array, ...]:
 
 
 def _computation(name: str, lines: list[str], what: str) -> Computation:
-    """Parse a computation. Raises: ProgramError for a line that is no instruction, or a missing root."""
+    """Parse a computation. Raises: ProgramError for a line that is not an instruction, or a missing root."""
     instructions = {}
     for line in lines:
         i = _instruction(line)

@@ -99,7 +99,7 @@ def from_jax(
       convert arguments for a simulation, `.layout(*specs)` converts PartitionSpecs to layout rules. An axis that `fn`
       splits or merges is a product of several dims; axes of length 1 have none. A complex argument or result becomes
       two, `z/real` and `z/imag`, whose gradients are the real part and the negative imaginary part of JAX's. Random
-      keys are no results.
+      keys are not results.
     Raises: NotImported with everything that is not supported, and its lines; GraphError for bad arguments; MissingError
       where JAX is not installed.
     Example:

@@ -18,7 +18,7 @@ from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.random import drawn_from
 from meshlib.ops.pointwise.unary import floor
 
-# Operands of draws with bounds. In a part of a differentiated function, known bounds are no operands.
+# Operands of draws with bounds. In a part of a differentiated function, known bounds are not operands.
 OPERANDS = {"jit:_uniform": 3, "jit:_truncated_normal": 3, "jit:_bernoulli": 2, "jit:_randint": 3}
 DRAWS = ("random_bits", "jit:_uniform", "jit:_normal", "jit:_normal_real", "jit:_bernoulli", "jit:_randint")
 KEYS = "random_seed random_split random_fold_in random_wrap random_unwrap random_clone key_reuse_check threefry2x32"

@@ -213,7 +213,7 @@ def _quotient(x: Operand, y: Operand) -> Operand:
         return x
     if not any(isinstance(v, Tensor) and v.dtype is INT32 for v in (x, y)):
         return divide(x, y)
-    if not isinstance(y, Tensor) and y > 0:  # truncating division; the absolute value of -2^31 is no int32
+    if not isinstance(y, Tensor) and y > 0:  # truncating division; the absolute value of -2^31 is not an int32
         return floordiv(where(less(x, 0), x + (y - 1), x), y)
     return multiply(multiply(_sign(x), _sign(y)), floordiv(_abs(x), _abs(y)))
 

@@ -61,11 +61,11 @@ class ImportedGraph(Graph):
     def loss(self) -> Tensor:
         """The tensor to minimise: the function's first result.
 
-        Raises: GraphError if it has dims or is no float.
+        Raises: GraphError if it has dims or is not a float.
         """
         name, first = next(iter(self.outputs.items()))
         if len(first.shape) or not first.dtype.is_float:
-            raise GraphError(f"{at('loss')}: the function's first result, '{name}', is no number but {first}")
+            raise GraphError(f"{at('loss')}: the function's first result, '{name}', is not a number but {first}")
         return first
 
     def feeds(self, *args: Any) -> dict[str, Array]:

@@ -1,4 +1,4 @@
-"""Kernels and callbacks, whose code is no jaxpr: the user gives equivalent JAX functions by name."""
+"""Kernels and callbacks, whose code is not a jaxpr: the user gives equivalent JAX functions by name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def without_kernel(eqn: Any) -> str:
 def traced_kernel(name: str, function: Callable[..., Any], eqn: Any) -> Any:
     """The jaxpr of the function that replaces a kernel.
 
-    Raises: GraphError if its results are of other shapes and dtypes, or it is no JAX function.
+    Raises: GraphError if its results are of other shapes and dtypes, or it is not a JAX function.
     """
     what = f"{at(WHAT)}: kernels: '{name}'"
     operands = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]

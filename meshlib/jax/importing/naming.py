@@ -100,8 +100,8 @@ def _token(word: object, key: str) -> Token:
             if factors:
                 return tuple(factors)
     raise GraphError(
-        f"{at(WHAT)}: names: {word!r:.40} in {key!r} is no name of an axis: letters, digits and _; '(heads head_dim)' "
-        "for a product, '_' for none"
+        f"{at(WHAT)}: names: {word!r:.40} in {key!r} is not a name of an axis: letters, digits and _; '(heads "
+        "head_dim)' for a product, '_' for none"
     )
 
 

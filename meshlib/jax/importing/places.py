@@ -24,7 +24,7 @@ def scopes_of(eqn: Any) -> tuple[str, ...]:
     """The user's named scopes around an equation."""
     stack = getattr(eqn.source_info.name_stack, "stack", ())
     names = (str(part.name) for part in stack if type(part).__name__ == "Scope")
-    # Scopes that libraries add themselves, such as the text of an einsum, are no names.
+    # Scopes that libraries add themselves, such as the text of an einsum, are not names.
     return tuple(piece for name in names for piece in name.split("/") if _WORD.fullmatch(piece))
 
 

@@ -222,7 +222,7 @@ class _Whole:
     def of(self, t: Tensor, name: str | None, offset: int) -> Tensor | None:
         """`t` over the whole dim, which is `name` in `t`: element i there is element i - `offset` of `t`.
 
-        Returned without the dim if it does not vary along it; None if it is no function of ranges.
+        Returned without the dim if it does not vary along it; None if it is not a function of ranges.
         """
         key = (t, name, offset)
         if key not in self._known:

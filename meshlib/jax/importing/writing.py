@@ -77,7 +77,7 @@ class StepWriter:
     # ------------------------------------------------------------ dims
 
     def dim(self, axis: Axis) -> Dimension:
-        """The dim of an axis that is no product."""
+        """The dim of an axis that is not a product."""
         assert axis.name is not None
         return Dimension(axis.name, axis.size)
 

@@ -104,7 +104,7 @@ def parsed(texts: Sequence[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         key = key.strip()
         if not equals or not key:
-            raise GraphError(f"{WHAT}: an override is KEY=VALUE, such as per_device_batch_size=2, got {text!r:.80}")
+            raise GraphError(f"{WHAT}: an override must be KEY=VALUE, such as steps=2, got {text!r:.80}")
         value_read = _yaml(value, f"override {key}={value[:60]}")
         if key in overrides and overrides[key] != value_read:
             raise GraphError(f"{WHAT}: override {key} is given twice: {_text(overrides[key])} and {_text(value_read)}")

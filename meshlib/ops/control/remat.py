@@ -72,7 +72,7 @@ class Remat:
       save: names of values kept in HBM.
       offload: names of values kept in host memory: copied there in the forward pass, and back before use.
       offload_carries: whether the carries before each trip of a loop are kept on the host.
-    Raises: GraphError for an argument that is no list of names, or a name in both lists.
+    Raises: GraphError for an argument that is not a list of names, or a name in both lists.
     Example:
       >>> import meshlib as mtf
       >>> layers, d = mtf.Dimension("layers", 6), mtf.Dimension("d", 8)

@@ -100,7 +100,7 @@ def _check(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> None:
             "and that of v"
         )
     if memory in q:
-        raise ShapeError(f"q has the keys' dim '{memory}'; only k and v have it")
+        raise ShapeError(f"q has the keys' dim '{memory}'; only k and v may have it")
     strange = [str(d) for d in k if d.name not in q and d.name != memory]
     if strange:
         raise ShapeError(f"k has {', '.join(strange)}, which q lacks; q, k share batch dims and '{key}'")

@@ -52,7 +52,7 @@ def _local(block: Block) -> Array:
     return out
 
 
-# Unlike numbers, tables are no sources: reading elements takes memory and a separate kernel. But every device has the
+# Unlike numbers, tables are not sources: reading elements takes memory and a separate kernel. But every device has the
 # whole table, so that each slices out its block.
 TABLE = operation(
     "table",

@@ -112,7 +112,7 @@ def test_equal_parts_of_a_product_with_weights_are_a_dim():
         ({"y": "batch"}, r"no argument is called 'y'.*there are params\.k, params\.o, params\.q, params\.v, x"),
         ({"x": "batch length"}, r"'x' has 2 names, 'batch length', but x has 3 axes, \[4, 8, 16\]"),
         ({"x": "batch length batch"}, r"names: x \[4, 8, 16\] would have two axes 'batch', of 4 and 16"),
-        ({"x": "batch 2length d"}, r"'2length' in 'x' is no name of an axis"),
+        ({"x": "batch 2length d"}, r"'2length' in 'x' is not a name of an axis"),
         (
             {"params.q": "d (heads:3 head_dim)"},
             r"of 16 can't be the product \(heads head_dim\), of which 3 is known: 16 % 3 = 1",
@@ -138,7 +138,7 @@ def test_bad_arguments():
     with pytest.raises(GraphError, match="the function returns no array"):
         mtf.from_jax(lambda x: None, S((3,), "float32"))
     graph = mtf.from_jax(lambda w: w * 2, S((3,), "float32"))
-    with pytest.raises(GraphError, match="the function's first result, 'output', is no number"):
+    with pytest.raises(GraphError, match="the function's first result, 'output', is not a number"):
         graph.loss  # noqa: B018
     with pytest.raises(GraphError, match="no result or argument is called 'outputs'; did you mean 'output'"):
         graph.to_jax({"outputs": 1})

@@ -175,7 +175,7 @@ def product_of_two_split_products(t: str) -> Case:
 
 @row
 def product_of_two_sums(t: str) -> Case:
-    """(sum a)(sum z) is no sum of products: one of them is made whole, and the other waits until little is left."""
+    """(sum a)(sum z) is not a sum of products: one of them is made whole, and the other waits until little is left."""
     y = mtf.reduce_sum(partial(t, "a/") * partial(t, "z/"), reduced_dim=J)
     least = all_reduce(N, (B.size * J.size + B.size) * width(t))
     return Case({"y": y}, [], MESH, "k:m", least, {"all_reduce": 2})

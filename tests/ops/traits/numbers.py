@@ -29,7 +29,7 @@ def check_linear(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
         if any(x.dtype is s.op.output.dtype is BFLOAT16 for x in s.op.inputs):
             continue  # its rounding hides it
         if s.op.output.dtype.is_float and not set(said.operands) <= set(floats):
-            yield f"{s}: linear in {said.operands}, of which some are no floats"
+            yield f"{s}: linear in {said.operands}, of which some are not floats"
         together = [list(said.operands)] if said.together else [[n] for n in said.operands]
         for operands in together:
             if set(operands) <= set(floats) and operands and not _is_linear(record, s, operands, said=True):
@@ -65,7 +65,7 @@ def check_form(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
         form = record.form(s.op)
         arithmetic = s.op.output.dtype.is_float and len(s.floats()) == len(s.op.inputs)
         if form is not None and s.op.output.dtype.is_float and not arithmetic:
-            yield f"{s}: is no {form} of operands that are no floats"
+            yield f"{s}: is no {form} of operands that are not floats"
         if record.kind in STRUCTURE or not arithmetic:
             continue
         if form is not None and not _is_form(record, s, form):
