@@ -485,11 +485,11 @@ def test_dims_and_masks_that_do_not_fit() -> None:
 
 
 def test_what_is_kept_of_an_exchange_is_its_result() -> None:
-    """Computed again a layer exchanges its tokens twice more; not if both results are kept by name."""
+    """Computed again a layer exchanges its tokens once more, for the experts; not if the result is kept by name."""
     config = mtf.models.preset("mixtral-8x7b")
     config = config.replace(shard_factor=1.25)
     counts: dict[str | mtf.Remat, dict[str, int]] = {}
-    for remat in ("full", mtf.Remat(save=["dispatched", "combined"])):
+    for remat in ("full", mtf.Remat(save=["dispatched"])):
         with mtf.Graph():
             step = mtf.models.train_step(config, 32, 4096, "sgd", remat=remat)
             program = mtf.lower(*step, mesh="expert:8", layout=mtf.models.layout("expert", config, "expert:8"))
@@ -497,7 +497,7 @@ def test_what_is_kept_of_an_exchange_is_its_result() -> None:
         exchanged = [(c.phase, c.count) for c in moved if c.sent_bytes > 2**20]  # not how many rows there are
         counts[remat] = {p: sum(n for phase, n in exchanged if phase == p) for p in ("forward", "backward")}
     full, kept = counts.values()
-    assert full == {"forward": 2 * config.layers, "backward": 4 * config.layers}
+    assert full == {"forward": 2 * config.layers, "backward": 3 * config.layers}
     assert kept == {"forward": 2 * config.layers, "backward": 2 * config.layers}
 
 

@@ -353,10 +353,12 @@ SCATTER_ADD = operation(
 
 
 def _gather_back(op: Operation, dy: Tensor) -> Tensor:
+    """A lookup; of the narrower values, if the cotangent is a cast of them, so that these are stored."""
     from meshlib.ops.movement.shape import broadcast
+    from meshlib.ops.pointwise.casts import cast, narrower
 
-    shape = op.inputs[0].shape
-    y = gather(dy, op.inputs[1], op.attrs["dim"], out_of_range=op.attrs["out_of_range"])
+    shape, given = op.inputs[0].shape, narrower(dy)
+    y = cast(gather(given, op.inputs[1], op.attrs["dim"], out_of_range=op.attrs["out_of_range"]), dy.dtype)
     missing = [d for d in y.shape if d not in shape]
     if missing:
         from meshlib.ops.pointwise.reductions import reduce_sum

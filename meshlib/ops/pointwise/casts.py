@@ -63,6 +63,12 @@ def cast(x: Tensor, dtype: object, name: str | None = None) -> Tensor:
     return x if tensor(x, "cast").dtype is new else build(CAST, [x], {"dtype": new}, name)
 
 
+def narrower(x: Tensor) -> Tensor:
+    """The values from which a tensor was cast without rounding, if it was; otherwise the tensor."""
+    op = x.operation
+    return op.inputs[0] if op.opdef is CAST and _cast_linear(op) is not NONLINEAR else x
+
+
 def to_float(x: Tensor, name: str | None = None) -> Tensor:
     """`x` as float32.
 
