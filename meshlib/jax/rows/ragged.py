@@ -9,9 +9,10 @@ from math import prod
 import jax.numpy as jnp
 from jax import lax
 
+from meshlib.core.dtypes import DType
 from meshlib.jax.context import Array
 from meshlib.jax.rows.products import operand, rounded_to
-from meshlib.jax.table import Names, RowContext, aligned, row, widened
+from meshlib.jax.table import Names, RowContext, aligned, row, stored, widened
 
 LANES = 128  # TPU: multiple of the sides of a tile
 TILE = (512, 1024, 512)  # rows, and both dims of a result, of a tile of the TPU kernel: 9 MB of VMEM
@@ -60,7 +61,7 @@ def _products(part: RowContext, a: Array, b: Array, begins: Array, ends: Array) 
         x, y = _part_of(a, of_a, at, order_a, sizes), _part_of(b, of_b, at, order_b, sizes)
         onto = products.pop() if adds and products else None
         products.append(_one(x, y, low, high, split, rows in of_b, on_tpu, onto))
-    return _stacked(products, [] if adds else apart, result, sizes, out)
+    return _stacked(part.out.dtype, products, [] if adds else apart, result, sizes, out)
 
 
 def _orders(
@@ -81,11 +82,18 @@ def _orders(
 
 
 def _stacked(
-    products: list[Array], apart: Sequence[str], result: Sequence[str], sizes: Mapping[str, int], out: Names
+    dtype: DType,
+    products: list[Array],
+    apart: Sequence[str],
+    result: Sequence[str],
+    sizes: Mapping[str, int],
+    out: Names,
 ) -> Array:
     """Products for each index of the dims `apart`, stacked; dims that the result lacks are summed."""
-    whole = jnp.stack(products).reshape([sizes[n] for n in (*apart, *result)])
     summed = [n for n in apart if n not in out]
+    if not summed:  # rounded one by one: compilers would store a stack of float32
+        products = [stored(x, dtype) for x in products]
+    whole = jnp.stack(products).reshape([sizes[n] for n in (*apart, *result)])
     whole = jnp.sum(whole, axis=tuple(apart.index(n) for n in summed)) if summed else whole
     return aligned(whole, [n for n in (*apart, *result) if n not in summed], out)
 
