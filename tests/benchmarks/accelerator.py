@@ -1,9 +1,10 @@
 """Steps on one accelerator, such as a GPU: measured beside modelled, and beside JAX's own `jit`; and their values.
 
-    python tests/benchmarks/accelerator.py [values | steps | jit | groups] [--programs N] [--only NAME ...]
+    python tests/benchmarks/accelerator.py [values | steps | profile | jit | groups] [--programs N] [--only NAME ...]
 
 values  random programs and fused attention on the device, against the simulator
 steps   MNIST, Transformers and decoding in bfloat16, beside the estimate for the measured chip (`mtf.measure_chip`)
+profile where the time of these steps goes, by kind of operation, beside the same estimate
 jit     loss functions in plain JAX, imported and under `jit`, in turns
 groups  `lax.ragged_dot` with 16 groups beside one product of as many FLOPs
 
@@ -203,12 +204,31 @@ def steps(repeats: int, names: list[str]) -> None:
         print(f"{name:46} {columns}  ({est.flops / measured / 1e12:.0f} TFLOP/s)", flush=True)
 
 
-def by_jit(repeats: int) -> None:
+def profiles(names: list[str]) -> None:
+    """Device time of the steps by kind of operation, from JAX's profiler, beside the estimate."""
+    slice_ = Slice("measured-1", mtf.measure_chip())
+    for name, build in programs().items():
+        if names and not any(n in name for n in names):
+            continue
+        program = build()
+        feeds = {n: np.asarray(x) for n, x in drawn(program.inputs).items()}
+        measured = mtf.on_jax(program, checked=False).profile(feeds)
+        parts = mtf.estimate(program, slice_).profile(measured).by("kind")
+        busy = f"{measured.device_seconds * 1e3:.2f} ms of work, {measured.other_seconds * 1e3:.2f} ms of no instruction"
+        print(f"{name}: {busy}; the longest kinds of operation:\n{'':24} {'measured':>10} {'modelled':>10}", flush=True)
+        for part in sorted(parts, key=lambda p: -(p.measured_seconds or 0.0))[:12]:
+            taken = (part.measured_seconds or 0.0) * 1e3
+            print(f"{part.name:24} {taken:7.2f} ms {part.total_seconds * 1e3:7.2f} ms", flush=True)
+
+
+def by_jit(repeats: int, names: list[str]) -> None:
     """Loss functions in plain JAX, imported and by `jit`: a step of SGD, in turns."""
     from tests.benchmarks import jax_models
 
     print(f"{'':12} {'on_jax':>10} {'jit':>10} {'ratio':>6}")
     for name, case in larger(jax_models).items():
+        if names and name not in names:
+            continue
         rate = jax_models.RATE
         params = jax.tree.map(jnp.asarray, case.params)
         inputs = [jnp.asarray(x) for x in case.inputs]
@@ -288,7 +308,7 @@ def larger(jax_models: Any) -> Arrays:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["values", "steps", "jit", "groups"])
+    parser.add_argument("what", nargs="?", choices=["values", "steps", "profile", "jit", "groups"])
     parser.add_argument("--programs", type=int, default=60)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--only", nargs="*", default=[])
@@ -300,7 +320,9 @@ def main() -> None:
     if args.what in (None, "steps"):
         steps(args.repeats, args.only)
     if args.what in (None, "jit"):
-        by_jit(args.repeats)
+        by_jit(args.repeats, args.only)
+    if args.what in (None, "profile"):
+        profiles(args.only)
     if args.what in (None, "groups"):
         grouped(args.repeats)
 

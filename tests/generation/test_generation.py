@@ -343,7 +343,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no prompts": ({"prompts": []}, "non-empty list"),
     "another model's state": ({"state": {}}, "'embedding' .* is missing"),
     "no state": ({"state": 3}, "state must be arrays by name"),
-    "beams that draw": ({"beams": 2, "temperature": 1.0}, "beam search does not sample"),
+    "beams that draw": ({"beams": 2, "temperature": 1.0}, "beam search draws no samples"),
     "a stop that is none": ({"stop": [99]}, "token 99"),
     "alpha": ({"alpha": -1.0}, "alpha must not be negative, got -1"),
     "top_p": ({"top_p": 1.5, "temperature": 1.0}, r"top_p must be in \(0, 1\], got 1.5"),
