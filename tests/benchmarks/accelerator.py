@@ -214,7 +214,7 @@ def profiles(names: list[str]) -> None:
         feeds = {n: np.asarray(x) for n, x in drawn(program.inputs).items()}
         measured = mtf.on_jax(program, checked=False).profile(feeds)
         parts = mtf.estimate(program, slice_).profile(measured).by("kind")
-        busy = f"{measured.device_seconds * 1e3:.2f} ms of work, {measured.other_seconds * 1e3:.2f} ms of no instruction"
+        busy = f"{measured.device_seconds * 1e3:.2f} ms of work"
         print(f"{name}: {busy}; the longest kinds of operation:\n{'':24} {'measured':>10} {'modelled':>10}", flush=True)
         for part in sorted(parts, key=lambda p: -(p.measured_seconds or 0.0))[:12]:
             taken = (part.measured_seconds or 0.0) * 1e3
