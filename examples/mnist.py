@@ -113,7 +113,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--lr", type=float, default=0.1, help="learning rate")
     parser.add_argument("--data", default=None, help="folder of IDX files; also $MESHLIB_MNIST")
-    parser.add_argument("--folder", default=None, help="for checkpoints and the history; goes on with what is there")
+    parser.add_argument("--folder", default=None, help="of checkpoints and the history; a run continues from them")
     parser.add_argument("--plot", default=None, help="draw the curves into this file, such as curves.png")
     parser.add_argument("--seed", type=int, default=0)
     add_device_flags(parser)

@@ -282,7 +282,7 @@ def broadcast_seconds(
         depth = sum(n // 2 if wrap else n - 1 for n, (_, wrap) in zip(sizes, axes, strict=True))
     else:
         if not all(wrap or n == 1 for n, wrap in axes):
-            raise HardwareError(f"broadcast by halves goes round rings; these axes do not all wrap: {list(axes)}")
+            raise HardwareError(f"broadcast by halves needs rings; these axes do not all wrap: {list(axes)}")
         depth, payload_bytes = sum(sizes) - len(sizes), payload_bytes / 2
     return permute_seconds(payload_bytes, depth, links, chunks)
 

@@ -127,7 +127,7 @@ def remains(torus: Torus, damage: Damage) -> Remains:
     left = torus.nodes - len(trays)
     if ring is None or len(ring) != left or left < 4:
         raise HardwareError(
-            f"without {damage} the {left} chips that are left of a torus of {'x'.join(map(str, torus.shape))} form no "
+            f"without {damage} the {left} remaining chips of a torus of {'x'.join(map(str, torus.shape))} form no "
             "ring; use a smaller slice that has none of the failed parts (hardware.faults.slices_left counts them)"
         )
     return Remains((left,), (True,), tuple(torus.coordinates(node) for node in trays), ring)

@@ -208,7 +208,7 @@ def best_placement(
         if best is None or seconds < best[1] * (1 - 1e-12):
             best = factors, seconds
     if best is None:
-        raise HardwareError(f"mesh {sizes} cannot be laid over {slice_}: no way to cut its axes fits")
+        raise HardwareError(f"mesh {sizes} cannot be laid over {slice_}: no split of its axes fits")
     return Placement(slice_, best[0]), best[1]
 
 

@@ -61,7 +61,7 @@ class Placement:
         lies: dict[int, list[PlacementFactor]] = {place: [] for place, _ in spots}
         for factor in self.all_factors():
             if factor.place not in lies:
-                raise HardwareError(f"{factor} lies on no place of {self.slice}")
+                raise HardwareError(f"{factor} is on no torus axis, cores or DCN of {self.slice}")
             lies[factor.place].append(factor)
         for place, size in spots:
             mine, stride = sorted(lies[place], key=lambda f: f.stride), 1
@@ -79,7 +79,7 @@ class Placement:
             if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
                 raise HardwareError(f"factors of a placement are ((name, (PlacementFactor, ...)), ...): {given!r}")
             if not isinstance(pair[1], tuple) or not all(isinstance(factor, PlacementFactor) for factor in pair[1]):
-                raise HardwareError(f"axis {pair[0]!r} must lie on a tuple of PlacementFactor, not {pair[1]!r}")
+                raise HardwareError(f"axis {pair[0]!r} must be placed on a tuple of PlacementFactor, not {pair[1]!r}")
             for factor in pair[1]:
                 if any(type(number) is not int for number in factor) or factor.size < 1 or factor.stride < 1:
                     raise HardwareError(f"{factor} must be three integers, size and stride at least 1")

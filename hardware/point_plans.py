@@ -289,7 +289,7 @@ def broadcast(
         trees = [_tree(torus, root, step=None)]
     else:
         if not all(wrap or n == 1 for n, wrap in zip(torus.shape, torus.wrap, strict=True)):
-            raise HardwareError(f"broadcast by halves goes round rings; {torus.shape} wraps only {torus.wrap}")
+            raise HardwareError(f"broadcast by halves needs rings; {torus.shape} wraps only {torus.wrap}")
         trees = [_tree(torus, root, step=1), _tree(torus, root, step=-1)]
     memory = [np.zeros(data.size, data.dtype) for _ in range(torus.nodes)]
     memory[root][...] = data.reshape(-1)

@@ -95,7 +95,7 @@ def all_gather(
       axes: torus axes of the group (default all); order does not matter.
       algorithm: "oneway", "halves" or "shortest" on wrapped axes; others are lines.
       parts: 1, or one per axis (default).
-      barrier: stages begin together everywhere; else each node goes on when it can.
+      barrier: stages begin together everywhere; else each node continues when it can.
       element_bytes: size of an element on the wire (default its own).
     Returns: CollectivePlan; results are [nodes of the group in row-major order, *block shape].
     Raises: HardwareError for a wrong number or unequal shapes of blocks, or unknown axes.

@@ -86,7 +86,7 @@ def shared(costs: Sequence[Cost], starts: Sequence[float] | None = None, policy:
         raise HardwareError(f"costs must be a list of Cost, as collective_cost returns, not {costs!r:.80}")
     ready = [0.0] * len(costs) if starts is None else [amount("starts", start) for start in starts]
     if len(ready) != len(costs):
-        raise HardwareError(f"shared has {len(costs)} collectives and {len(ready)} starts; give one for each")
+        raise HardwareError(f"shared has {len(costs)} collectives and {len(ready)} starts; give one start for each")
     one_of("policy of shared links", policy, POLICIES)
     links = SharedLinks(policy)
     for cost, start in zip(costs, ready, strict=True):

@@ -81,7 +81,7 @@ def save_run(run: Run, path: Path, shadow: bool) -> tuple[Path, ...]:
         raise HardwareError(f"a run is saved as .gif, .png or .svg, not {path.name!r}")
     rows, columns = run.registers.rows, run.registers.columns
     if max(rows, columns) > SAVED:
-        raise HardwareError(f"a frame holds at most {SAVED} rows and columns, not {rows}x{columns}")
+        raise HardwareError(f"a frame shows at most {SAVED} rows and columns, not {rows}x{columns}")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -139,7 +139,7 @@ def from_partition_specs(
     pixels:;hidden:cols;classes:
     >>> from_partition_specs({"w1": (None, "cols"), "w2": ("rows",)}, shapes)
     Traceback (most recent call last):
-    layouts.errors.LayoutError: the specs: dim 'hidden' lies on cols in 'w1' (None, 'cols'), but on rows in 'w2' ('rows',): one rule holds for all tensors. Rename the dim in one of them, or read the two apart with scope=.
+    layouts.errors.LayoutError: the specs: dim 'hidden' is split over cols in 'w1' (None, 'cols'), but over rows in 'w2' ('rows',): one rule holds for all tensors. Rename the dim in one of them, or read the two apart with scope=.
     """  # noqa: E501
     if not isinstance(specs, Mapping):
         raise LayoutError(f"expected a dict of tensors to specs, not {specs!r:.80}")
@@ -157,8 +157,8 @@ def from_partition_specs(
             known, first = axes_of_dim.setdefault(dim, (axes, what))
             if known != axes:
                 faults.append(
-                    f"dim {dim!r} lies on {_shown(known)} in {first}, but on {_shown(axes)} in {what}: one rule holds "
-                    "for all tensors. Rename the dim in one of them, or read the two apart with scope=."
+                    f"dim {dim!r} is split over {_shown(known)} in {first}, but over {_shown(axes)} in {what}: one "
+                    "rule holds for all tensors. Rename the dim in one of them, or read the two apart with scope=."
                 )
     if faults:
         raise LayoutError.listing("the specs", faults, most=len(faults))

@@ -145,7 +145,7 @@ class StepKind:
             pending = (*pending, *((a, "sum") for a in axes))
         expected = laid(before.shape, before.mesh, splits, pending)
         if expected != after:
-            raise LayoutError(f"{self.name} over {axes} makes {expected}, not {after}")
+            raise LayoutError(f"{self.name} over {axes} yields {expected}, not {after}")
 
     def _taken(self, s: Sharding, axes: Axes, dim: str | None) -> tuple[tuple[Axes, ...], tuple[tuple[str, str], ...]]:
         """The axes of each dim and the pending ones, without those that the step takes."""

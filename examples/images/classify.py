@@ -173,7 +173,7 @@ def table(args: argparse.Namespace, data: ImageData) -> None:
 
 
 def grown(name: str, times: float) -> Slice:
-    """The slice with about so many times the chips of another, of those on offer."""
+    """The slice on offer with about this many times the chips of another."""
     first = Slice(name)
     offered = map(Slice, legal_slices(first.chip))
     return min(offered, key=lambda s: abs(math.log(s.chips / (first.chips * times))))

@@ -194,7 +194,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--text", default=None, help="verses, poems separated by empty lines; those that come along")
+    parser.add_argument(
+        "--text", default=None, help="verses, poems separated by empty lines; default: those of the package"
+    )
     parser.add_argument("--vocab", type=int, default=300, help="tokens; 4096 in the talk, for 60,000 lines")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch", type=int, default=16, help="rows in one step, all cores together")
@@ -204,10 +206,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layout", default="batch:rows;heads:cols;d_ff:cols;vocab:cols", help="dim:axis rules")
     parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--every", type=int, default=100, help="steps between evaluations")
-    parser.add_argument("--folder", default=None, help="for checkpoints and the history; goes on where one stopped")
+    parser.add_argument("--folder", default=None, help="of checkpoints and the history; a run continues from them")
     parser.add_argument("--curve", default=None, metavar="PICTURE", help="draw the losses, such as curve.png")
     parser.add_argument("--export", default=None, metavar="FOLDER", help="write the model for mtf.load_model")
-    parser.add_argument("--line", action="append", help="a line to go on from, repeatedly; else some held-out ones")
+    parser.add_argument(
+        "--line", action="append", help="a line to continue; may be repeated; default: some held-out lines"
+    )
     parser.add_argument("--beams", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     add_device_flags(parser)

@@ -6,7 +6,7 @@
     python examples/text/transformer.py --experts 8                  # a mixture of experts, as dear a token
     python examples/text/transformer.py --text ~/books --size base --steps 1000 --folder run
 
-The model is written once, in named dimensions. Mesh and layout say where the dimensions lie; the numbers stay the same
+The model is written once, in named dimensions. Mesh and layout say where they are split; the numbers stay the same
 up to rounding. The text is by default what every Python installation holds: the sources of its standard library.
 """
 
@@ -173,9 +173,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--experts", type=int, default=0, help="experts in place of each feed-forward block; 0: none")
     parser.add_argument("--top-k", type=int, default=2, help="experts that each byte goes to")
     parser.add_argument("--precision", choices=PRECISIONS, default="bfloat16", help="of activations and of products")
-    parser.add_argument("--remat", default="none", help="what the backward computes again: none, matmuls, full")
+    parser.add_argument("--remat", default="none", help="what the backward pass recomputes: none, matmuls, full")
     parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate of AdamW")
-    parser.add_argument("--folder", default=None, help="for checkpoints and the history; goes on with what is there")
+    parser.add_argument("--folder", default=None, help="of checkpoints and the history; a run continues from them")
     parser.add_argument("--every", type=int, default=20, help="steps between lines and checkpoints")
     parser.add_argument("--sample", type=int, default=200, help="bytes to write at the end")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the sample: lower is more certain")

@@ -116,7 +116,7 @@ def _about(under: Under, name: str, text: str, run: str, a_slice: bool = True) -
     command_parser.add_argument(
         "--length", type=_count, help="tokens in a sequence; default: 8,192, or the model's own limit"
     )
-    command_parser.add_argument("--remat", choices=ALL_REMAT, help="what the backward pass of a model computes again")
+    command_parser.add_argument("--remat", choices=ALL_REMAT, help="what the backward pass of a model recomputes")
     command_parser.add_argument(
         "--arg",
         action="append",
@@ -170,7 +170,7 @@ def _layout(command: argparse.ArgumentParser) -> None:
 
 def _compile(command: argparse.ArgumentParser) -> None:
     command.add_argument("--compile", action="store_true", help="also what the real compiler says (pip install libtpu)")
-    command.add_argument("--backend", choices=("tpu", "cpu"), default="tpu", help="whose compiler (%(default)s)")
+    command.add_argument("--backend", choices=("tpu", "cpu"), default="tpu", help="the compiler's target (%(default)s)")
 
 
 def _plan(command: argparse.ArgumentParser) -> None:
@@ -179,9 +179,9 @@ def _plan(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--search",
         action="store_true",
-        help="search meshes and layouts instead of taking usual ones; of a MaxText configuration, tune it",
+        help="search meshes and layouts instead of comparing the usual ones; of a MaxText configuration, tune it",
     )
-    command.add_argument("--emit", choices=TARGETS, help="print a plan as something to run, and nothing else")
+    command.add_argument("--emit", choices=TARGETS, help="print only a plan, in a form that can be run")
     command.add_argument("--rank", type=_count, default=1, help="which of the ranked plans to print (%(default)s)")
     _run(command)
     _effort(command)
@@ -190,7 +190,9 @@ def _plan(command: argparse.ArgumentParser) -> None:
 def _report(command: argparse.ArgumentParser) -> None:
     _layout(command)
     _compile(command)
-    command.add_argument("--search", action="store_true", help="search meshes and layouts instead of taking usual ones")
+    command.add_argument(
+        "--search", action="store_true", help="search meshes and layouts instead of comparing the usual ones"
+    )
     command.add_argument("--out", required=True, help="the file to write, such as plan.html")
     _run(command)
     _effort(command)
@@ -198,11 +200,13 @@ def _report(command: argparse.ArgumentParser) -> None:
 
 def _init(command: argparse.ArgumentParser) -> None:
     _layout(command)
-    command.add_argument("--search", action="store_true", help="search meshes and layouts instead of taking usual ones")
+    command.add_argument(
+        "--search", action="store_true", help="search meshes and layouts instead of comparing the usual ones"
+    )
     command.add_argument(
         "--out", default="test_plan.py", help="the test to write (%(default)s), its snapshot beside it"
     )
-    command.add_argument("--force", action="store_true", help="write it although it is there")
+    command.add_argument("--force", action="store_true", help="overwrite an existing test")
     _run(command)
     _effort(command)
 
@@ -211,7 +215,7 @@ def _serve(command: argparse.ArgumentParser) -> None:
     command.add_argument("--context", type=_count, help="positions that caches hold; 2,048, or the model's own limit")
     command.add_argument("--prompt", type=_count, help="tokens that a prefill reads; half the context unless given")
     command.add_argument(
-        "--within", type=_amount, help="milliseconds that a token may take; the best throughput so fast"
+        "--within", type=_amount, help="milliseconds that a token may take; the best throughput within them"
     )
     command.add_argument(
         "--weights", help="dtype of weights: bfloat16, int8, int4, ...; that of the model unless given"
@@ -224,19 +228,21 @@ def _serve(command: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--prompts", help="tokens of prompts: 512, 100-2000 (all alike), 200~1500 (median, 99th percentile)"
     )
-    load.add_argument("--outputs", help="tokens that requests ask for, as --prompts")
+    load.add_argument("--outputs", help="tokens that requests ask for, in the form of --prompts")
     load.add_argument("--requests", type=_count, help="how many are simulated; 1,000 unless given")
-    load.add_argument("--chunk", type=_count, help="tokens of a prompt that are read before running sequences go on")
+    load.add_argument("--chunk", type=_count, help="tokens of a prompt that are read before running sequences continue")
     load.add_argument("--separate", action="store_true", help="read prompts on a slice of their own")
     load.add_argument("--first-token", type=_amount, help="milliseconds in which 99 %% have their first token")
 
 
 def _run(command: argparse.ArgumentParser) -> None:
     how_long = command.add_mutually_exclusive_group()
-    how_long.add_argument("--tokens", type=_amount, help="also what a whole run takes, to so many tokens, such as 1e12")
-    how_long.add_argument("--epochs", type=_amount, help="the same to so many epochs of --examples")
-    how_long.add_argument("--steps", type=_count, help="the same to so many steps")
-    command.add_argument("--examples", type=_count, help="of an epoch")
+    how_long.add_argument(
+        "--tokens", type=_amount, help="also the cost of a whole run of this many tokens, such as 1e12"
+    )
+    how_long.add_argument("--epochs", type=_amount, help="the same for this many epochs of --examples")
+    how_long.add_argument("--steps", type=_count, help="the same for this many steps")
+    command.add_argument("--examples", type=_count, help="examples of an epoch")
     command.add_argument("--evaluate-every", type=_count, help="steps between evaluations; one at the end unless given")
     command.add_argument("--evaluation-examples", type=_count, help="sequences that an evaluation of a model reads")
     command.add_argument("--input-rate", type=_amount, help="examples that one host prepares in a second")
@@ -249,7 +255,7 @@ def _search(command: argparse.ArgumentParser) -> None:
     command.add_argument("--sizes", default="", help="sizes of their axes, such as data:16")
     command.add_argument("--forbid", default="", help="dims that are not split")
     command.add_argument("--axes", type=int, default=3, help="axes at most (%(default)s)")
-    command.add_argument("--resume", help="a file that keeps what was found, and goes on with it")
+    command.add_argument("--resume", help="a file of estimates, which is continued and extended")
     _effort(command)
 
 
@@ -262,7 +268,7 @@ def _effort(command: argparse.ArgumentParser) -> None:
         help="values to search: batch=64,128 or stages=1,4 and microbatches=1,16 of a model, arguments of a function; "
         "repeatedly",
     )
-    command.add_argument("--seconds", type=float, default=60.0, help="to search at most (%(default)s)")
+    command.add_argument("--seconds", type=float, default=60.0, help="time limit of the search (%(default)s)")
     command.add_argument("--workers", type=_count, help="processes; one for each core unless given")
 
 

@@ -67,7 +67,7 @@ def init(args: argparse.Namespace) -> int:
     """`meshlib init`: write the test and its snapshot."""
     where, path = slice_of(args.slice), writable(args.out, ".py")
     if path.exists() and not args.force:
-        raise GraphError(f"{path} is there already; --out says another file, --force writes it again")
+        raise GraphError(f"{path} exists already; --out names another file, --force overwrites it")
     subject, plans, _ = planned_of(args, where)
     best = plans[0] if plans else None
     if best is None or best.est is None:

@@ -23,13 +23,13 @@ def load_of(args: argparse.Namespace) -> Arrivals | None:
     if args.trace is not None:
         given = [name for name in ("rate", *drawn) if name in drawn or args.rate is not None]
         if given:
-            raise GraphError(f"serve: a --trace has its own rate and lengths; leave --{given[0]}")
+            raise GraphError(f"serve: --trace has its own rate and lengths; omit --{given[0]}")
         return Arrivals.trace(args.trace)
     if args.rate is not None:
         return Arrivals(args.rate, **drawn)
     beside = [*drawn, *(name for name in ("chunk", "separate", "first_token") if getattr(args, name))]
     if beside:
-        raise GraphError(f"serve: --{beside[0].replace('_', '-')} is for a load; give its --rate or a --trace")
+        raise GraphError(f"serve: --{beside[0].replace('_', '-')} needs a load; give --rate or --trace")
     return None
 
 

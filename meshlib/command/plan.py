@@ -75,11 +75,11 @@ class WholeRunOptions:
         names = ("tokens", "epochs", "steps", "examples")
         how_long = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
         if not how_long and (args.evaluate_every or args.evaluation_examples):
-            raise GraphError("evaluations are those of a whole run: say how long, by --tokens, --epochs or --steps")
+            raise GraphError("evaluations are part of a whole run: give its length by --tokens, --epochs or --steps")
         if args.evaluate_every and not args.evaluation_examples:
             raise GraphError("--evaluate-every needs --evaluation-examples")
         if (args.epochs is None) != (args.examples is None):
-            raise GraphError("--epochs and --examples, those of one epoch, go together")
+            raise GraphError("--epochs and --examples, the examples of an epoch, go together")
         fed = None if args.input_rate is None else HostInput(examples_per_second=args.input_rate)
         return cls(how_long, args.evaluation_examples, args.evaluate_every, fed)
 

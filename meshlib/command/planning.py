@@ -84,7 +84,7 @@ def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[Pl
         return subject, [planned(subject, subject.slice(where), name, mesh, asked)], None
     subject = subject_of(args, where)
     if args.mesh and args.search:
-        raise GraphError("--mesh with --search: say the sizes of axes with meshlib search --sizes")
+        raise GraphError("--mesh with --search: give the sizes of axes by meshlib search --sizes")
     subject.session(**first_choices(args, subject))  # report faults of the program itself once
     unnamed = subject.config is None and subject.image is None and not args.layout
     if args.search or (unnamed and not args.mesh):

@@ -70,7 +70,7 @@ def _asked(args: argparse.Namespace, where: Slice) -> ServingTask:
     """The task of a model by name or a config.json."""
     for flag in ("length", "remat"):
         if getattr(args, flag, None):
-            raise GraphError(f"--{flag} is for training; what is served has --context and --prompt")
+            raise GraphError(f"--{flag} is for training; serving has --context and --prompt")
     subject = subject_of(args, where)
     if subject.config is None:
         raise GraphError(f"{subject.name}: serve takes a Transformer of the library, a config.json or a MaxText file")
@@ -95,7 +95,7 @@ def _verdict(args: argparse.Namespace, result: Serving, best: ServingPoint | Non
         if not largest:
             return f"{name}: DOES NOT FIT with any batch; take a larger slice or --weights int8"
         return (
-            f"{name}: NO LAYOUT takes a batch of {args.batch:,}; take a multiple of {result.slice.devices}, at most "
+            f"{name}: NO LAYOUT takes a batch of {args.batch:,}; use a multiple of {result.slice.devices}, at most "
             f"{largest:,}"
         )
     fastest = seconds_text(result.frontier[0].token_seconds)

@@ -140,7 +140,9 @@ class Subject:
         Raises: GraphError for a user's function, which has no known evaluation.
         """
         if self.config is None:
-            raise GraphError(f"{self.name}: evaluations are those of models; leave --evaluation-examples out")
+            raise GraphError(
+                f"{self.name}: only models of the library have evaluations; leave out --evaluation-examples"
+            )
         with Graph():
             model = transformer(self.config, self.sizes["batch"], self.sizes["length"])
             rules = self.rules(name, mesh)
@@ -399,7 +401,7 @@ def named_layouts(texts: Sequence[str], mesh: str | None) -> list[tuple[str, str
         if not at and mesh is None:
             raise MeshlibError(f"--layout {text}: say on which mesh: LAYOUT@MESH, such as fsdp+tensor@fsdp:16;tensor:8")
         if at and mesh is not None:
-            raise MeshlibError(f"--layout {text} has a mesh; leave --mesh out")
+            raise MeshlibError(f"--layout {text} has a mesh; leave out --mesh")
         if at and not name.strip() and Mesh(own.strip()).size > 1:
             raise MeshlibError(
                 f"--layout {text}: no layout before the @, so all devices would do the same; give its name or rules, "

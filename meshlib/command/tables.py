@@ -55,7 +55,7 @@ def validated(args: argparse.Namespace) -> int:
     own = [name for name in ("talks", "machine", "served") if getattr(args, name)]
     if len(own) > 1 or (own and (args.file or args.refit)):
         others = "--file and --refit" if len(own) == 1 else f"--{own[1]}"
-        raise GraphError(f"--{own[0]} has facts of its own; leave out {others}")
+        raise GraphError(f"--{own[0]} has figures of its own; leave out {others}")
     with Progress(args.quiet) as bar:
         if args.talks:
             result: object = talks()

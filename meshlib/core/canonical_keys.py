@@ -104,7 +104,7 @@ class _Encoder:
             refused, why = fault.args
             where = f" in {' > '.join(self.path[:6])}" if self.path else ""
             raise GraphError(
-                f"{self.what}: {refused!r:.80}{where} has no key ({why}), so that no file can say whether it is the "
+                f"{self.what}: {refused!r:.80}{where} has no key ({why}), so no file can say whether it is the "
                 "same in the next run; use plain data, or functions of plain data"
             ) from None
         return self.hash.hexdigest()[:32]

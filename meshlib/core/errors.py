@@ -79,7 +79,7 @@ class SliceError(MeshlibError, ValueError):
       ...     mtf.balance("v5e-8", "data:4")
       ... except mtf.SliceError as fault:
       ...     print(fault)
-      balance: mesh data:4 has 4 positions, but slice v5e-8 has 8 devices (8 chips, 8 cores); take data:8
+      balance: mesh data:4 has 4 positions, but slice v5e-8 has 8 devices (8 chips, 8 cores); use data:8
     """
 
 

@@ -39,7 +39,7 @@ def check_same(status: os.stat_result, same: FileId | None, path: str, what: str
     if same is not None and file_id(status) != same:
         raise error(
             f"{what}: {path} was written again while it was read: it had {same[2]:,} bytes, and has "
-            f"{status.st_size:,}, written later; start again once nobody writes it"
+            f"{status.st_size:,}, written later; start again when no process writes it"
         )
 
 

@@ -146,7 +146,7 @@ def make_folder(folder: object, what: str, error: type[Exception]) -> str:
         os.makedirs(path, exist_ok=True)
     except (OSError, TypeError, ValueError) as fault:
         raise error(
-            f"{what}: no folder '{folder!s:.200}' can be made: {getattr(fault, 'strerror', None) or fault}"
+            f"{what}: folder '{folder!s:.200}' can't be created: {getattr(fault, 'strerror', None) or fault}"
             f"{file_remedy(fault, folder)}"
         ) from None
     return str(path)
@@ -157,7 +157,7 @@ _REMEDIES = {
     errno.EEXIST: "; name another, or remove the file of that name",
     errno.ENOTDIR: "; name a folder where a file is named now",
     errno.ENOSPC: "; free some space, or name another disk",
-    errno.ENAMETOOLONG: "; take a shorter name",
+    errno.ENAMETOOLONG: "; use a shorter name",
     errno.ELOOP: "; a link leads back to itself: name the file",
 }
 
@@ -266,7 +266,7 @@ def lines_of(file: BinaryIO, path: object, what: str, error: type[Exception]) ->
     for number in count(1):
         line = file.readline(MOST_LINE_BYTES + 1)
         if len(line) > MOST_LINE_BYTES:
-            raise error(f"{what}: {path}, line {number} has more than {MOST_LINE_BYTES:,} bytes; is it a text?")
+            raise error(f"{what}: {path}, line {number} has more than {MOST_LINE_BYTES:,} bytes; is it a text file?")
         if not line:
             return
         yield line
@@ -283,7 +283,7 @@ def faults_of(path: object, what: str, done: str, error: type[Exception]) -> Ite
     except UnicodeEncodeError:
         nameable = False
     if not nameable:
-        raise error(f"{what}: no file can be named {text!r:.80}")
+        raise error(f"{what}: {text!r:.80} can't be the name of a file")
     target = text
     try:
         _check_regular(text)

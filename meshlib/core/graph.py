@@ -115,7 +115,7 @@ class Tensor(Shown):
 
     def __len__(self) -> int:
         raise GraphError(
-            f"tensor '{self.name}' has no length, but dims {self.shape}: take x.shape.dim(name).size, or len(x.shape)"
+            f"tensor '{self.name}' has no length, but dims {self.shape}: use x.shape.dim(name).size, or len(x.shape)"
         )
 
     def __float__(self) -> float:

@@ -50,5 +50,5 @@ def _remedy(mesh: Mesh, slice_: Slice) -> str:
     for axis, size in sorted(mesh.sizes_by_axis.items(), key=lambda item: -item[1]):
         if size * slice_.devices % mesh.size == 0:
             sizes = {**mesh.sizes_by_axis, axis: size * slice_.devices // mesh.size}
-            return f"take {';'.join(f'{name}:{n}' for name, n in sizes.items())}"
+            return f"use {';'.join(f'{name}:{n}' for name, n in sizes.items())}"
     return "make their numbers equal"

@@ -167,7 +167,7 @@ class Batches(Iterator[Batch]):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise FeedError("Batches: closed; make another to go on")
+            raise FeedError("Batches: closed; create another to continue")
 
 
 class _Source:

@@ -104,7 +104,7 @@ class Batching:
                 if other.dtype != first.dtype or other.shape[1:] != first.shape[1:]:
                     raise DataError(
                         f"batch: '{name}' of example {some[0].draw} is {_type(first)}, of example {drawn.draw} "
-                        f"{_type(other)}; sequences of a batch differ in length alone; a map makes them alike"
+                        f"{_type(other)}; sequences of a batch differ in length alone; use a map to make them alike"
                     )
             batch[name] = np.zeros((len(rows), lengths[name], *first.shape[1:]), first.dtype)
             ids = np.zeros((len(rows), lengths[name]), np.int32)
@@ -156,8 +156,8 @@ class Batching:
                     return None
                 if self.too_long == "error":
                     raise DataError(
-                        f"batch: example {draw}: '{name}' has {length} elements, a row {sizes[-1]}; too_long='cut' or "
-                        "'drop' cuts it or leaves it out"
+                        f"batch: example {draw}: '{name}' has {length} elements, but a row has {sizes[-1]}; "
+                        "too_long='cut' or 'drop' cuts or drops it"
                     )
                 example = {**example, name: example[name][: sizes[-1]]}
         return example
@@ -303,7 +303,7 @@ def _check_fields(rows: Iterable[Drawn]) -> None:
         if drawn.example.keys() != first.example.keys():
             raise DataError(
                 f"batch: example {first.draw} has the fields {', '.join(first.example)}, example {drawn.draw} has "
-                f"{', '.join(drawn.example)}; a map brings them to the same"
+                f"{', '.join(drawn.example)}; use a map to give all the same fields"
             )
 
 
@@ -320,7 +320,7 @@ def _stack(name: str, rows: Sequence[Drawn]) -> Array:
         if array.shape != first.shape or array.dtype != first.dtype:
             raise DataError(
                 f"batch: '{name}' of example {rows[0].draw} is {_type(first)}, of example {drawn.draw} {_type(array)}; "
-                "batches need one shape: a map brings them to it, pad= fills sequences up"
+                "batches need one shape: use a map, or pad= for sequences"
             )
     return np.stack(arrays)
 

@@ -120,7 +120,7 @@ class Maker(Iterator[PreparedBatch]):
                 if ends - fresh >= self.count:
                     raise DataError(
                         f"data: {self.data} yields no batch from {self.count} examples, those of an epoch: filters "
-                        "leave too few; take a smaller batch, or remainder='pad'"
+                        "leave too few; use a smaller batch, or remainder='pad'"
                     )
             elif ends is not None and ends - fresh >= self.count * max(1, batching.size) and self._none_left(batcher):
                 raise DataError(f"data: {self.data} has no example left after filters and faults")
@@ -163,7 +163,7 @@ class Maker(Iterator[PreparedBatch]):
         lost = [draw for draw, example in example_of_draw.items() if example is None]
         if lost:
             raise DataError(
-                f"data: {self.data.source.where(places[draws.index(lost[0])])} is gone, and was there before"
+                f"data: {self.data.source.where(places[draws.index(lost[0])])} has disappeared since it was read"
             )
         batcher.restore([[[Drawn(d, example_of_draw[d]) for d in row] for row in group] for group in pending])
 

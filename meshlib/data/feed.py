@@ -114,7 +114,7 @@ class Feed(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         if self._closed:
-            raise FeedError(f"{at('data')}: closed; iterate over the data again to go on")
+            raise FeedError(f"{at('data')}: closed; iterate over the data again to continue")
         if self._maker is None:
             self._begin()
         begun = time.perf_counter()
@@ -160,20 +160,20 @@ class Feed(Iterator[Batch]):
         if place is None:
             raise FeedError(
                 f"{at('data.restore')}: expected what state() of {self.data} returned, got {state!r:.80}; a run "
-                "goes on with data of the kind that it began with"
+                "must continue with data of the same kind"
             )
         own = self._identity
         if state["of"] != own["of"]:
             raise FeedError(
-                f"{at('data.restore')}: the state is one of other data; give the data of that run, or begin anew",
+                f"{at('data.restore')}: the state belongs to other data; give the data of that run, or start over",
                 f"state: {state['of']:.1000}",
                 f"here:  {own['of']}",
             )
         if state["examples"] != own["examples"]:
             raise FeedError(
-                f"{at('data.restore')}: the state is one of other data: both are {own['of']}, but their examples "
+                f"{at('data.restore')}: the state belongs to other data: both are {own['of']}, but their examples "
                 f"differ (key {state['examples']:.32} of the state, {own['examples']} here); give the examples of that "
-                "run, or begin anew"
+                "run, or start over"
             )
         if state["functions"] != own["functions"]:
             warnings.warn(

@@ -111,8 +111,8 @@ class Data:
             _whole("shuffle", "buffer", buffer, 1)
         elif self.source.sequential:
             raise FeedError(
-                f"{at('data.shuffle')}: {self.source.name} is compressed, and read from its beginning on; "
-                "say within how many neighbours to shuffle, as in buffer=10_000: so many examples are held in memory"
+                f"{at('data.shuffle')}: {self.source.name} is compressed, so it is read from its beginning; "
+                "say within how many neighbours to shuffle, as in buffer=10_000, all of which are held in memory"
             )
         return replace(self, seed=int(seed), buffer=buffer)
 
@@ -250,7 +250,7 @@ class Data:
 
     def _part(self, what: str, begin: int, end: int) -> Data:
         if self.seed is not None or self.maps:
-            raise FeedError(f"{at(f'data.{what}')}: it is about the source; write it before shuffle and map")
+            raise FeedError(f"{at(f'data.{what}')}: it applies to the source; write it before shuffle and map")
         _before(what, self.batching)
         end = min(end, len(self.source))
         if begin >= end:
@@ -313,12 +313,12 @@ def _names_segments(segments: object, lengths: Mapping[str, tuple[int, ...]] | N
 
 def _once(what: str, there: bool) -> None:
     if there:
-        raise FeedError(f"{at(f'data.{what}')}: there is a {what} already; begin again from the data without it")
+        raise FeedError(f"{at(f'data.{what}')}: the data have a {what} already; start from the data without it")
 
 
 def _before(what: str, batching: Batching | None) -> None:
     if batching is not None:
-        raise FeedError(f"{at(f'data.{what}')}: it is about examples; write it before batch")
+        raise FeedError(f"{at(f'data.{what}')}: it applies to examples; write it before batch")
 
 
 def _function(what: str, value: object) -> Callable[..., Any]:

@@ -103,7 +103,7 @@ class Pool:
         return DataError(
             f"data: {' and '.join(ended) or 'a worker process'} ended by itself while making examples of "
             f"{self.data.source.name}; a script that uses processes needs its lines under "
-            "if __name__ == '__main__', and memory for each of them: take fewer, or kind='threads'"
+            "if __name__ == '__main__', and memory for each of them: use fewer, or kind='threads'"
         )
 
 

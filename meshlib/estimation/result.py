@@ -298,7 +298,7 @@ class Estimate(Shown):
         spare_slices: int | None = None,
         repair_seconds: float | None = None,
     ) -> WholeRun:
-        """Hours and dollars of a whole run of so many steps, epochs or tokens.
+        """Hours and dollars of a whole run of this many steps, epochs or tokens.
 
         Args:
           steps, epochs, tokens: length of the run; exactly one of them. The inputs' dims "batch" and "length" define

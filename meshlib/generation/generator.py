@@ -156,7 +156,7 @@ class Generator:
             raise GraphError(f"{at(WHAT)}: beam search ends at tokens; stop has the text {self.stops.texts[0]!r}")
         self.prefill, self.decode = self._lowered(decoding=False), self._lowered(decoding=True)
         if self.run is not None and not callable(self.run):
-            raise GraphError(f"{at(WHAT)}: run must make a run of a program, as mtf.on_jax does, got {self.run!r:.80}")
+            raise GraphError(f"{at(WHAT)}: run must map a program to a run, as mtf.on_jax does, got {self.run!r:.80}")
         self.sim = self.run(self.prefill) if self.run else simulate(self.prefill, self.slice, self.seed, self.executor)
         give_parameters(WHAT, self.sim, (self.prefill, self.decode), c, self.state)
 
@@ -196,7 +196,7 @@ class Generator:
             self.known = int(size)
             if not 0 < self.known <= c.vocab:
                 raise GraphError(
-                    f"{at(WHAT)}: the tokenizer has {size} tokens, the model {c.vocab}; it is that of another model"
+                    f"{at(WHAT)}: the tokenizer has {size} tokens, the model {c.vocab}; it belongs to another model"
                 )
 
     # ------------------------------------------------------------ programs and parameters

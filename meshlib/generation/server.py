@@ -99,7 +99,7 @@ class Server:
       temperature, top_k, top_p, seed: sampling options; each request has its own random stream.
       stop: tokens, or texts, that end a completion.
       draft_tokens: number of drafts verified per step; 0: none.
-      drafts: function of the tokens of a sequence and a number, which returns at most so many drafts; by default prompt
+      drafts: function of the tokens of a sequence and a number, with at most that many drafts; by default prompt
         lookup, see `meshlib.generation.sampling.repeated`. Greedy completions are unchanged, sampled ones have the same
         distribution.
       tokenizer, mesh, layout, slice, cache_dtype, precision, executor: as in `mtf.generate`.

@@ -61,7 +61,7 @@ def measure(step: Step, run: Callable[[], object], steps: int) -> Measured:
             warnings.simplefilter("ignore", DeprecationWarning)
             lines = [list(_timed(*line, module_name(text))) for file in files for line in _lines(file)]
     if not any(lines):
-        raise ProgramError(f"profile: JAX's profiler tells no operations of {step.mesh.devices.flat[0].device_kind}")
+        raise ProgramError(f"profile: JAX's profiler reports no operations of {step.mesh.devices.flat[0].device_kind}")
     own = len([d for d in step.mesh.devices.flat if d.process_index == jax.process_index()])
     paths, keys = scopes(text), _keys(step.program)
     seconds: dict[Key, float] = defaultdict(float)

@@ -81,7 +81,7 @@ def on_jax(
     slice_ = None if slice is None else slice_for("on_jax", program.mesh, slice)
     checked = flag(checked, "on_jax", "checked")
     if executable is not None and checked:
-        raise GraphError(f"{at('on_jax')}: a compiled step does not look for NaN and indices: give checked=False, too")
+        raise GraphError(f"{at('on_jax')}: a compiled step checks neither NaN nor indices: also give checked=False")
     return OnJax(program, devices, seed, checked, slice_, executable)
 
 
@@ -203,7 +203,7 @@ class OnJax(Simulation):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise GraphError(
-            f"{at('on_jax')}: a run on devices can't be pickled, for its arrays lie there; mtf.save(run, path) writes "
+            f"{at('on_jax')}: a run on devices can't be pickled with its arrays; mtf.save(run, path) writes "
             "them, and mtf.load(path, run) reads them into another run"
         )
 

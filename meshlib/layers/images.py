@@ -78,7 +78,7 @@ def conv(
     plain = {*sizes, *_each(stride, places, what, "stride"), count} == {1} and padding in ("SAME", "VALID", 0)
     own = out if out.name not in x.shape else Dimension(f"{out.name}_out", out.size)
     if own.name in x.shape:
-        raise ShapeError(f"{at(what)}: '{own.name}' is a dim of x already; call output_dim otherwise", x)
+        raise ShapeError(f"{at(what)}: '{own.name}' is already a dim of x; give output_dim another name", x)
     window = _window(sizes)
     inner = Dimension(channels.name, channels.size // count)
     start = kernel_initializer or initializers.variance_scaling(2.0, "fan_in", "normal", [*window, inner])

@@ -46,7 +46,7 @@ def split_layers(layers: int, stages: int, first: int = 1, last: int = 1) -> tup
     if min(counts) < 1:
         raise GraphError(
             f"{at(what)}: {layers} layers in {stages} stages, of which the first and the last have {first} and {last} "
-            f"fewer, leave a stage without any: {counts}; take fewer stages"
+            f"fewer, leave a stage without any: {counts}; use fewer stages"
         )
     return tuple(counts)
 
@@ -81,7 +81,9 @@ def stage_layers(
     sizes = [whole(n, WHAT, "counts", low=1) for n in items(counts, WHAT, "counts")]
     stage = tensor(x, WHAT).shape[0] if len(tensor(x, WHAT).shape) else None
     if stage is None or stage.size != len(sizes):
-        raise ShapeError(f"{at(WHAT)}: {x} has no first dim of {len(sizes)} stages, of which counts has the layers")
+        raise ShapeError(
+            f"{at(WHAT)}: the first dim of {x} must be the {len(sizes)} stages of which counts has the layers"
+        )
     dim = Dimension("layers", max(sizes))
     has = np.array([[n < count for count in sizes] for n in range(dim.size)])
     if has.all():

@@ -34,8 +34,8 @@ def one_forward_one_backward(stages: int, microbatches: int, repeats: int) -> li
     """1F1B: forwards until the first backward arrives, then one backward after each forward."""
     if repeats > 1 and microbatches % stages:
         raise GraphError(
-            f"{at('schedule')}: interleaved 1F1B wants a multiple of stages in microbatches, got {microbatches} "
-            f"microbatches on {stages} stages: {microbatches} % {stages} = {microbatches % stages}; take "
+            f"{at('schedule')}: interleaved 1F1B needs a multiple of the stages as microbatches, got {microbatches} "
+            f"microbatches on {stages} stages: {microbatches} % {stages} = {microbatches % stages}; use "
             f"{-(-microbatches // stages) * stages} microbatches, or repeats=1"
         )
     forwards = [StageTask(FORWARD, m, r) for m, r in _rounds(stages, microbatches, repeats)]

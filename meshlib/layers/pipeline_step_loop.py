@@ -376,6 +376,6 @@ class StepLoop:
         for op in all_operations(operations):
             if op.opdef.unique and op.opdef.kind not in RESIDENT:
                 raise GraphError(
-                    f"{at(WHAT)}: {op} draws random numbers, which would be others when its stage is computed again; "
-                    "take mtf.layers.pipeline, or a rate of 0"
+                    f"{at(WHAT)}: {op} draws random numbers, which would differ when its stage is recomputed; "
+                    "use mtf.layers.pipeline, or a rate of 0"
                 )

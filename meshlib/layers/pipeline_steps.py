@@ -90,7 +90,7 @@ def pipeline_training_step(
             raise GraphError(f"{at(WHAT)}: {name} must be a function, got {function!r:.80}")
     policy = checked_policy(remat, WHAT)
     if isinstance(policy, Remat) and (policy.offload or policy.offload_carries):
-        raise GraphError(f"{at(WHAT)}: remat keeps nothing on the host here; give save=, not offload=")
+        raise GraphError(f"{at(WHAT)}: remat can't offload to the host here; use save= instead of offload=")
     choice(reduction, WHAT, "reduction", ("mean", "sum"))
     stage = stages if isinstance(stages, Dimension) else Dimension("stage", whole(stages, WHAT, "stages", low=1))
     count, again = (whole(n, WHAT, what, low=1) for n, what in ((microbatches, "microbatches"), (repeats, "repeats")))

@@ -137,7 +137,7 @@ class _MicrobatchCut:
         if batch.size % count:
             raise ShapeError(
                 f"{at(what)}: {x} can't be cut into {count} equal microbatches: {batch.size} % {count} = "
-                f"{batch.size % count}; take {divisors_near(batch.size, count)}"
+                f"{batch.size % count}; use {divisors_near(batch.size, count)}"
             )
         if batch.name == "microbatch":
             raise ShapeError(f"{at(what)}: {x} counts microbatches already; give the dim: microbatches={batch!r}")

@@ -126,7 +126,7 @@ def _checked_base(base: float, dim: Dimension, what: str) -> float:
     if number(base, what, "base") <= 0:
         raise ShapeError(f"{at(what)}: base must be positive, got {base}")
     if dim.size % 2:
-        raise ShapeError(f"{at(what)}: dim {dim} has no two halves: {dim.size} is odd")
+        raise ShapeError(f"{at(what)}: dim {dim} can't be cut into halves: {dim.size} is odd")
     return float(base)
 
 

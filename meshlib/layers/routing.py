@@ -119,14 +119,14 @@ class Routing:
         if self.expert_shards is not None and experts % self.expert_shards:
             faults.append(
                 f"{experts} experts can't be cut into {self.expert_shards} shards of equal size (expert_shards): "
-                f"{experts} % {self.expert_shards} = {experts % self.expert_shards}; take "
+                f"{experts} % {self.expert_shards} = {experts % self.expert_shards}; use "
                 f"{divisors_near(experts, self.expert_shards)}"
             )
         if not faults and self.gating != "expert_choice" and asked > within:
             by = {"top_k": " (top_k)", "ntlb": " (ntlb_top_k)", "top_2": " (gating 'top_2')"}.get(self.gating, "")
             faults.append(
                 f"each token chooses {asked} experts{by}, but there are only {within} to choose from; "
-                f"take at most {within}"
+                f"use at most {within}"
             )
         elif (
             not faults and self.expert_groups > 1 and self.group_score == "top_2" and experts // self.expert_groups < 2
@@ -139,13 +139,13 @@ class Routing:
         """Raise GraphError for options that form "grouped" lacks: it has no capacity per expert."""
         if self.gating in ("ntlb", "expert_choice"):
             raise GraphError(
-                f"{at(what)}: gating {self.gating!r} goes by the room of experts, but form 'grouped' has none"
+                f"{at(what)}: gating {self.gating!r} depends on the capacity of experts, which form 'grouped' lacks"
             )
         given = [n for n in ("capacity_factor", "capacity_factor_eval") if getattr(self, n) is not None]
         if given:
             raise GraphError(
                 f"{at(what)}: form 'grouped' has no capacity by expert, but the routing has {given[0]}="
-                f"{getattr(self, given[0])}; give Routing({given[0]}=None), and shard_factor for the room of a shard"
+                f"{getattr(self, given[0])}; give Routing({given[0]}=None), and shard_factor to limit a shard"
             )
 
     def _faults(self) -> list[str]:

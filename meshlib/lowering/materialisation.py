@@ -1,6 +1,6 @@
 """Cheapest way to materialise a value under a target sharding: reshard an existing copy, or recompute it.
 
-A value computed from nothing, or from something smaller (a mask of positions, a one-hot of labels, a cast), is
+A value computed without operands, or from something smaller (a mask of positions, a one-hot of labels, a cast), is
 recomputed wherever that sends less than resharding it: the price is that of materialising its operands.
 """
 

@@ -88,7 +88,7 @@ class Problem:
                 self._enter_choice(op)
 
     def _fix_known_choices(self) -> None:
-        """Fix operations whose choice is known: computed from nothing, or free under assigned shardings.
+        """Fix operations whose choice is known: those without operands, or free under assigned shardings.
 
         The latter compute every block of the assigned sharding from existing blocks, are split by all axes that could
         split them, and their results are used by each other and by variables alone, as in an optimizer's update. No

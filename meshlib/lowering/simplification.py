@@ -49,7 +49,7 @@ class Simplified:
 
     @cached_property
     def again(self) -> frozenset[Tensor]:
-        """Tensors that may be recomputed: from nothing, or from something smaller or itself recomputable."""
+        """Tensors that may be recomputed: those without operands, or computed from smaller or recomputable ones."""
         depth: dict[Tensor, int] = {}
         for op in self.operations:
             if _can_run_again(op):

@@ -65,7 +65,7 @@ class SharedValues:
         return known
 
     def free(self, signature: Signature, home: Sharding, operands: tuple[Free, ...]) -> Free:
-        """The recomputation of a tensor that is computed from nothing."""
+        """The recomputation of a tensor that is computed without moving any operand."""
         key = (signature, home, operands)
         if key not in self._free:
             self._free[key] = Free(signature, home, operands)
@@ -74,7 +74,7 @@ class SharedValues:
 
 @dataclass(eq=False)
 class Free:
-    """A tensor computed from nothing wherever it is used; `operands` are those of its operation."""
+    """A tensor recomputed locally wherever it is used; `operands` are those of its operation."""
 
     signature: Signature
     home: Sharding

@@ -158,12 +158,12 @@ def _tensor_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
     else:
         counts = [f"{n} % {size} = {n % size}" for n in sorted(memory)]
         counts += [f"groups of {n} queries, {n} % {size} = {n % size}" for n in sorted(groups)]
-        faults.append(f"heads: {'; '.join(counts)}; take a size that divides one of them")
+        faults.append(f"heads: {'; '.join(counts)}; use a size that divides one of them")
     for dim, held in _wide_dims(config):
         dims += [dim] if dim not in dims else []
         if held % size:
             padded = -(-held // size) * size
-            faults.append(f"{dim}: {held} % {size} = {held % size}; take config.replace({dim}={padded})")
+            faults.append(f"{dim}: {held} % {size} = {held % size}; use config.replace({dim}={padded})")
     if faults:
         raise LayoutError.listing(f"{at('layout')}: {config.name} does not divide over axis {axis!r} of {size}", faults)
     return dims
@@ -187,7 +187,7 @@ def _expert_rules(config: TransformerConfig, axes: Mapping[str, str], mesh: Mesh
     if e.count % size:
         raise LayoutError(
             f"{at('layout')}: {config.name} does not divide over axis {axis!r} of {size}\n"
-            f"  experts: {e.count} % {size} = {e.count % size}; take an axis whose size divides {e.count}"
+            f"  experts: {e.count} % {size} = {e.count % size}; use an axis whose size divides {e.count}"
         )
     rules = LayoutRules(f"experts:{axis}")
     shared = axis in (other for part, other in axes.items() if part != "expert")
@@ -210,7 +210,7 @@ def _weight_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
     if config.d_model % size:
         raise LayoutError(
             f"{at('layout')}: {config.name} does not divide over axis {axis!r} of {size}: "
-            f"d_model: {config.d_model} % {size} = {config.d_model % size}; take a smaller axis and a 'data' axis "
+            f"d_model: {config.d_model} % {size} = {config.d_model % size}; use a smaller axis and a 'data' axis "
             f"beside it"
         )
     biased = {"vocab": config.head == "transform", "d_ff": config.bias, "expert_d_ff": config.bias}
@@ -231,7 +231,7 @@ def _stage_rules(config: TransformerConfig, axis: str, size: int) -> LayoutRules
             fitting = [n for n in range(1, size + 1) if count % n == 0]
             which = f"{name} behind {front} dense ones" if front else name
             faults.append(
-                f"{which}: {count} % {size} = {count % size}; take {fitting[-1]} stages, or "
+                f"{which}: {count} % {size} = {count % size}; use {fitting[-1]} stages, or "
                 f"config.replace({name}={front + -(-count // size) * size})"
             )
     if faults:

@@ -74,7 +74,9 @@ def extend_step(
         whole(size, WHAT, name, low=1)
     if c.kind != "decoder" or c.position == "relative":
         kind = "has relative positions" if c.kind == "decoder" else f"is of kind {c.kind!r}"
-        raise GraphError(f"{at(WHAT)}: sequences of a running batch are a decoder's; {c.name} {kind}")
+        raise GraphError(
+            f"{at(WHAT)}: a running batch needs a decoder with absolute or rotary positions; {c.name} {kind}"
+        )
     if c.position == "learned" and c.max_length and cache_length > c.max_length:
         raise GraphError(f"{at(WHAT)}: {c.name} has {c.max_length} positions, but cache_length is {cache_length}")
     if length > cache_length:
@@ -118,6 +120,6 @@ def _has_pages(page_size: int | None, pages: int | None, cache_length: int) -> b
         rest = cache_length % page_size
         raise GraphError(
             f"{at(WHAT)}: page_size must divide cache_length: {cache_length} % {page_size} = {rest}; "
-            f"take cache_length={cache_length - rest + page_size}"
+            f"use cache_length={cache_length - rest + page_size}"
         )
     return True

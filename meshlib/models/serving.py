@@ -145,7 +145,7 @@ class _Serving:
             )
         if c.position == "relative" and any(w is not None and w < self.cache_length for w in c.windows):
             raise GraphError(
-                f"{at(what)}: {c.name} has windows {c.windows} and relative positions; caches of windows have none"
+                f"{at(what)}: {c.name} has windows {c.windows} and relative positions, which caches of windows lack"
             )
         self.sequences = Dimension("batch", self.batch)
         self.hypotheses = None if self.beams is None else Dimension("beams", self.beams)
@@ -159,8 +159,8 @@ class _Serving:
             raise GraphError(f"{at(self.what)}: group_size is for models with experts; {c.name} has none")
         if c.experts.form == "grouped":
             raise GraphError(
-                f"{at(self.what)}: group_size is for experts with a capacity; those of {c.name} take all tokens that "
-                "come, each computed once (form 'grouped'): leave it away"
+                f"{at(self.what)}: group_size is for experts with a capacity; those of {c.name} drop no tokens "
+                "(form 'grouped'): leave it out"
             )
         name, count = ("batch", self.batch) if self.beams is None else ("beams", self.beams)
         if count % size:
@@ -174,7 +174,7 @@ class _Serving:
         if length > self.cache_length:
             raise GraphError(
                 f"{at(self.what)}: length {length} is longer than cache_length {self.cache_length}; "
-                f"caches hold the prompt, too: take cache_length={length} or more"
+                f"caches also hold the prompt: use cache_length={length} or more"
             )
         dim = Dimension("length", length)
         tokens, lengths = self._input("tokens", dim), self._input("lengths")

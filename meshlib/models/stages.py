@@ -85,7 +85,7 @@ class Pipeline:
         if batch % self.microbatches:
             faults.append(
                 f"a batch of {batch} can't be cut into {self.microbatches} microbatches: {batch} % "
-                f"{self.microbatches} = {batch % self.microbatches}; take {divisors_near(batch, self.microbatches)}"
+                f"{self.microbatches} = {batch % self.microbatches}; use {divisors_near(batch, self.microbatches)}"
             )
         if faults:
             raise GraphError.listing(f"{at('transformer')}: {config.name} as a pipeline", faults)
@@ -105,7 +105,7 @@ class Pipeline:
         some = "" if count % period else f"; stages * repeats may be {', '.join(map(str, fitting))}"
         return [
             f"{count} {which} can't be cut into {self.stages} stages * {self.repeats} repeats: "
-            f"{count} % {runs * period} = {count % (runs * period)}{some}. Or take "
+            f"{count} % {runs * period} = {count % (runs * period)}{some}. Or use "
             f"config.replace({name}={front + max(1, -(-count // (runs * period))) * runs * period}){uneven}"
         ]
 
@@ -128,7 +128,7 @@ class Pipeline:
         if count % period:
             return [f"{count} layers do not divide into patterns of {period}: {count} % {period} = {count % period}"]
         if count // period < self.stages:
-            return [f"{count // period} layers, or patterns of them, are fewer than {self.stages} stages; take fewer"]
+            return [f"{count // period} layers, or patterns of them, are fewer than {self.stages} stages; use fewer"]
         return []
 
     def layers_of(self, count: int) -> int:

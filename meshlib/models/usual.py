@@ -29,7 +29,7 @@ def usual_layouts(config: TransformerConfig, devices: int, batch: int, stages: i
     """
     devices, batch = whole(devices, "usual_layouts", "devices", 1), whole(batch, "usual_layouts", "batch", 1)
     if devices % whole(stages, "usual_layouts", "stages", 1):
-        rest = f"{devices} % {stages} = {devices % stages}; take {divisors_near(devices, stages)}"
+        rest = f"{devices} % {stages} = {devices % stages}; use {divisors_near(devices, stages)}"
         raise GraphError(f"usual_layouts: {devices} devices can't be divided into {stages} stages: {rest}")
     if stages > 1:
         of_stage = usual_layouts(config, devices // stages, batch)

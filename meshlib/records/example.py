@@ -225,7 +225,7 @@ def _number(data: bytes, at: int, end: int) -> tuple[int, int]:
         shift += 7
         if data[n] < 128:
             return number & (1 << 64) - 1, n + 1
-    raise _fail(at, "a number that does not end")
+    raise _fail(at, "an unterminated varint")
 
 
 def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, Span]]:
@@ -236,7 +236,7 @@ def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, Span]]:
         tag, at = _number(data, at, end)
         number, kind = tag >> 3, tag & 7
         if not number or number >= 1 << 29:
-            raise _fail(begin, f"a field has the number {number}")
+            raise _fail(begin, f"{number} is not the number of a field")
         start = at
         if kind == VARINT:
             _, at = _number(data, at, end)
@@ -248,7 +248,7 @@ def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, Span]]:
         elif kind == GROUP:
             groups.append(number)
             if len(groups) > NESTED:
-                raise _fail(begin, f"more than {NESTED} groups inside each other")
+                raise _fail(begin, f"more than {NESTED} nested groups")
         elif kind == GROUP_ENDS:
             if not groups or groups.pop() != number:
                 raise _fail(begin, f"the end of a group {number} that was not opened")
@@ -260,7 +260,7 @@ def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, Span]]:
         if not groups:
             yield number, kind, (start, at)
     if groups:
-        raise _fail(end, f"group {groups[-1]} does not end")
+        raise _fail(end, f"group {groups[-1]} is not closed")
 
 
 def _messages(data: bytes, begin: int, end: int) -> Iterator[tuple[int, Span]]:
@@ -305,7 +305,7 @@ def _floats(data: bytes, span: Span) -> Array:
             raw += data[begin:end]
         elif number == 1 and kind == BYTES:
             if (end - begin) % 4:
-                raise _fail(begin, f"packed floats of {end - begin} bytes, which 4 does not divide")
+                raise _fail(begin, f"packed floats of {end - begin} bytes, not a multiple of 4")
             raw += data[begin:end]
     return np.frombuffer(raw, "<f4").astype(np.float32)
 
@@ -335,9 +335,9 @@ def _packed(data: bytes, begin: int, end: int) -> Array:
     last = np.flatnonzero(octets < 128)
     starts = np.concatenate([[0], last[:-1] + 1]) if len(last) else np.zeros(1, np.int64)
     if not len(last) or last[-1] != len(octets) - 1:
-        raise _fail(begin + int(last[-1] + 1 if len(last) else 0), "a number that does not end")
+        raise _fail(begin + int(last[-1] + 1 if len(last) else 0), "an unterminated varint")
     if (last - starts >= VARINT_BYTES).any():
-        raise _fail(begin + int(starts[np.argmax(last - starts >= VARINT_BYTES)]), "a number that does not end")
+        raise _fail(begin + int(starts[np.argmax(last - starts >= VARINT_BYTES)]), "an unterminated varint")
     return _joined_digits(octets, starts, last)
 
 

@@ -77,7 +77,7 @@ class Index:
 
 @lru_cache(1 << 12)
 def length_crc(length: int) -> int:
-    """The masked sum of a length; cached, since most records of a file have few distinct lengths."""
+    """The masked CRC-32C of a length; cached, since most records of a file have few distinct lengths."""
     return masked(crc32c(struct.pack("<Q", length)))
 
 
@@ -234,7 +234,7 @@ class _Chunks:
             raw = self.left or self.file.read(CHUNK_BYTES)
             if not raw:
                 if self.begun:
-                    raise zlib.error("it ends before its end is written")
+                    raise zlib.error("the compressed stream is truncated")
                 return b""
             self.begun = True
             chunk = self.stream.decompress(raw, CHUNK_BYTES)  # bounded, whatever the input expands to

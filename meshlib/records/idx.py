@@ -52,7 +52,7 @@ def _array(stream: Any, path: object, dims: int | None, size: int | None, most_b
     header, expected_bytes = 4 + 4 * len(shape), math.prod(shape) * dtype.itemsize
     raw, actual_bytes = _content(stream, header, expected_bytes, size, most_bytes)
     if header + actual_bytes > most_bytes:
-        raise DataError(f"{path}: it unpacks to more than {most_bytes:,} bytes; if it is sound, gunzip it")
+        raise DataError(f"{path}: it unpacks to more than {most_bytes:,} bytes; if it is intact, gunzip it")
     if actual_bytes != expected_bytes:
         fault = "truncated data" if actual_bytes < expected_bytes else "trailing bytes"
         raise DataError(f"{path}: {fault}: expected {expected_bytes} bytes for shape {shape}, found {actual_bytes}")

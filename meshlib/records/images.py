@@ -42,7 +42,7 @@ def read_image(file: str | os.PathLike[str] | bytes, size: tuple[int, int] | Non
             if picture.width * picture.height > MOST_PIXELS:
                 raise ValueError(f"{picture.width} x {picture.height} pixels, more than {MOST_PIXELS:,}")
             if picture.mode[0] in "IF":  # they would be truncated
-                raise ValueError(f"one of the mode {picture.mode}, with more than 8 bits a channel")
+                raise ValueError(f"mode {picture.mode}, which has more than 8 bits a channel")
             mode = "RGB" if channels == 3 else "L"
             if size is not None:
                 picture.draft(mode, size[::-1])  # a JPEG is decoded at 1/8 to 1/1 of its size

@@ -31,7 +31,7 @@ def shard_names(name: str) -> list[str]:
     >>> shard_names("train@2"), shard_names("train.records")
     (['train-00000-of-00002', 'train-00001-of-00002'], ['train.records'])
 
-    Raises: DataError for 0 files, or more than five digits can number.
+    Raises: DataError for 0 files, or more than 99,999.
     """
     parts = set_of(name)
     if parts is None:
@@ -116,7 +116,7 @@ def set_of(name: str) -> tuple[str, int] | None:
     >>> set_of("data/train@10"), set_of("train.records")
     (('data/train', 10), None)
 
-    Raises: DataError for 0 files, or more than five digits can number.
+    Raises: DataError for 0 files, or more than 99,999.
     """
     match = _SET.fullmatch(name)
     if not match:

@@ -54,7 +54,7 @@ def _nothing_divides(problems: Iterable[SearchProblem], slices: Sequence[Slice])
     dims = dict.fromkeys(f"{d}:{p.tensors.sizes[d]}" for p in problems for d in p.dims)
     return GraphError(
         f"search: no mesh of {', '.join(where.name for where in slices)} divides the program's dims "
-        f"({', '.join(dims) or 'it has none'}); take a smaller slice, allow more axes, or fix less"
+        f"({', '.join(dims) or 'it has none'}); use a smaller slice, allow more axes, or fix less"
     )
 
 
@@ -205,7 +205,7 @@ def _builder(build: object, batch: object, length: object, choices: object) -> t
             options[name] = list(dict.fromkeys(values))
         except TypeError:
             raise GraphError(
-                f"search: choices[{name!r}] must be values that can be told apart, such as numbers, text or tuples, "
+                f"search: choices[{name!r}] must be hashable values, such as numbers, text or tuples, "
                 f"got {values!r:.80}"
             ) from None
     if isinstance(build, TransformerConfig):
@@ -215,7 +215,7 @@ def _builder(build: object, batch: object, length: object, choices: object) -> t
         options.setdefault("remat", list(REMAT))
         return transformer_builder(build, batch, length), options  # type: ignore[arg-type]
     if batch is not None or length is not None:
-        raise GraphError("search: batch and length are for a model's config; a builder takes what it needs by choices")
+        raise GraphError("search: batch and length are for a model's config; a builder gets its arguments from choices")
     if not callable(build):
         raise GraphError(
             "search: build must be a function that returns (outputs, updates), or a model's config "
@@ -262,11 +262,11 @@ def _known(also: object, slices: Sequence[Slice]) -> dict[Slice, list[tuple[Mesh
         fitting = [where for where in slices if where.devices == mesh.size]
         if not fitting:
             counts = ", ".join(f"{where.name} has {where.devices}" for where in slices)
-            raise GraphError(f"search: mesh {mesh} of also has {mesh.size} devices; {counts}")
+            raise GraphError(f"search: mesh {mesh} in also= has {mesh.size} devices; {counts}")
         try:
             mesh.group_size(rules.axes)
         except LayoutError as fault:
-            raise LayoutError(f"search: also has layout {rules}: {fault}") from None
+            raise LayoutError(f"search: layout {rules} in also=: {fault}") from None
         for where in fitting:
             layouts_of[where].append((mesh, rules))
     return layouts_of

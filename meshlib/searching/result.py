@@ -260,7 +260,7 @@ class Found(Shown):
 
     def _advice(self) -> str:
         whys = Counter(o.why for o in self.outcomes if o.why)
-        return whys.most_common(1)[0][0] if whys else "take a larger slice"
+        return whys.most_common(1)[0][0] if whys else "use a larger slice"
 
     def _verdict(self) -> str:
         if not self.ranking and not any(o.state == TOO_LARGE for o in self.outcomes):

@@ -57,9 +57,11 @@ class KeptEstimates:
         replace_file(self.path, lambda file: file.write(text.encode()), "search", GraphError)
 
     def _read(self) -> None:
-        content, _ = read_json(self.path, "search", GraphError, "a kept search; name another file", constants=True)
+        content, _ = read_json(
+            self.path, "search", GraphError, "a file of estimates; name another file", constants=True
+        )
         if content.get("format") != FORMAT:
-            raise GraphError(f"search: {self.path} holds no search in the format {FORMAT!r}; name another file")
+            raise GraphError(f"search: {self.path} has no estimates in the format {FORMAT!r}; name another file")
         check_fields(content, {"keys": RECORD, "estimates": RECORD}, self._refuse)
         checksum = content.pop("sha256", None)
         if checksum != _checksum(content):
@@ -70,12 +72,12 @@ class KeptEstimates:
         other = [name for name, key in self.keys.items() if content["keys"].get(name) != key]
         if other:
             raise GraphError(
-                f"search: {self.path} holds the search of another {' and '.join(other)}; name another file"
+                f"search: {self.path} has the estimates of another {' and '.join(other)}; name another file"
             )
         self.estimates = content["estimates"]
 
     def _refuse(self, fault: str) -> NoReturn:
-        raise GraphError(f"search: {self.path} is not a kept search: {fault}; name another file")
+        raise GraphError(f"search: {self.path} is not a file of estimates: {fault}; name another file")
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

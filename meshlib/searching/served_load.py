@@ -47,7 +47,7 @@ class StepSeconds:
         return self.decode[-1][0]
 
     def decoding(self, sequences: int) -> float:
-        """Seconds of a decoding step of so many sequences."""
+        """Seconds of a decoding step of this many sequences."""
         return between(self.decode, max(sequences, self.decode[0][0]))
 
     def reading(self, tokens: int, start: int = 0) -> float:

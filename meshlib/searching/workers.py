@@ -47,7 +47,7 @@ def usual_workers(most: int) -> int:
 
 
 def check_forks(workers: int) -> None:
-    """Raise GraphError if a system cannot fork so many processes."""
+    """Raise GraphError if the system cannot fork this many processes."""
     if workers > 1 and "fork" not in multiprocessing.get_all_start_methods():
         raise GraphError("search: several workers need a system that forks processes; use workers=1")
 
@@ -105,7 +105,7 @@ class Workers:
             process = self.processes[self.pipes.index(pipe)]
             process.join()
             raise GraphError(
-                f"search: a worker process ended by itself ({describe_exit(process.exitcode)}); take fewer workers"
+                f"search: a worker process died ({describe_exit(process.exitcode)}); use fewer workers"
             ) from None
 
     def close(self) -> None:

@@ -96,7 +96,7 @@ def export(
     _check_extras(kind, tokenizer, images, what)
     if isinstance(config, TransformerConfig) and isinstance(tokenizer, BytePairs) and tokenizer.size > config.vocab:
         raise GraphError(
-            f"{at(what)}: the tokenizer has {tokenizer.size} tokens, the model {config.vocab}; it is another model's"
+            f"{at(what)}: the tokenizer has {tokenizer.size} tokens, the model {config.vocab}; it is of another model"
         )
     if isinstance(config, ResNetConfig | ViTConfig) and images is not None:
         images.check(config.channels, config.classes, what)

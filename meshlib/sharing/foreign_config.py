@@ -103,7 +103,7 @@ def _read(path: str | os.PathLike[str], name: str | None) -> tuple[TransformerCo
             raise GraphError(f"{at(WHAT)}: {target}: {'; '.join(fault.faults)}") from None
         if isinstance(fault, MeshlibError):
             raise
-        raise CheckpointError(f"{WHAT}: {target} holds what makes no model: {fault}") from None
+        raise CheckpointError(f"{WHAT}: {target} does not describe a model: {fault}") from None
 
 
 def _text_model(given: Fields, target: str) -> Fields:
@@ -205,7 +205,7 @@ def _scaling(rope: Fields, fields: Fields) -> RotaryScaling | None:
     if kind == "yarn":
         return _yarn(rope, fields)
     raise GraphError(
-        f"{at(WHAT)}: the rotary positions are scaled ({kind!r:.40}) in a way that the library has not; known: "
+        f"{at(WHAT)}: the rotary positions are scaled ({kind!r:.40}) in a way that this library lacks; supported: "
         "default, linear, llama3, yarn. Without it logits differ beyond the length that the model was first trained on"
     )
 
@@ -231,7 +231,7 @@ def _refuse(fields: Fields, usual: Fields) -> None:
     """Raise GraphError for fields of which the library supports only the usual value."""
     for name, value in usual.items():
         if fields.get(name, value) not in (value, None):
-            raise GraphError(f"{at(WHAT)}: {name} is {fields[name]!r:.80}; only {value} is known here")
+            raise GraphError(f"{at(WHAT)}: {name} is {fields[name]!r:.80}; only {value} is supported")
 
 
 def _gpt2(fields: Fields) -> dict[str, Any]:

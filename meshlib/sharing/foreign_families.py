@@ -268,7 +268,9 @@ def notes(fields: Fields, kind: str) -> list[str]:
         out.append("attention sinks: one more logit for each head, and its parameter")
     if kind == "llama4_text" and fields.get("attention_chunk_size"):
         chunk = fields["attention_chunk_size"]
-        out.append(f"attention_chunk_size={chunk}: three of four layers see chunks of so many tokens; all tokens here")
+        out.append(
+            f"attention_chunk_size={chunk}: three of four layers see chunks of this many tokens; all tokens here"
+        )
     if fields.get("num_nextn_predict_layers"):
         count = fields["num_nextn_predict_layers"]
         out.append(f"num_nextn_predict_layers={count}: layers that predict further tokens, with their parameters")

@@ -62,7 +62,7 @@ def load_model(
     if not isinstance(folder, str | os.PathLike):
         raise CheckpointError(f"{what}: the folder must be text or a pathlib.Path, got {folder!r:.80}")
     if run is not None and not callable(run):
-        raise GraphError(f"{at(what)}: run must make a run of a program, as mtf.on_jax does, got {run!r:.80}")
+        raise GraphError(f"{at(what)}: run must map a program to a run, as mtf.on_jax does, got {run!r:.80}")
     where = _Target(mesh, layout, run, whole(batch, what, "batch", low=1))
     model = at_one_moment(lambda: _read(Path(folder), where, build, what), what, CheckpointError)
     model.prepare()
@@ -219,7 +219,7 @@ class TextModel(Model):
         size = self.where.batch
         lengths = [len(self.tokenizer.encode(text)) for text in texts]
         if not min(lengths):
-            raise GraphError(f"{at(what)}: text {lengths.index(0)} is empty; a completion needs a beginning")
+            raise GraphError(f"{at(what)}: text {lengths.index(0)} is empty; there is nothing to complete")
         longest = max(lengths)
         generator = self._generator(*self._length_for(longest, options, what))
         for first in range(0, len(texts), size):
@@ -231,7 +231,7 @@ class TextModel(Model):
         check_layout(self.config, self.where.batch, self.where.mesh, self.where.layout)
 
     def _length_for(self, tokens: int, options: Mapping[str, Any], what: str) -> tuple[int, dict[str, Any]]:
-        """The length to lower for texts of so many tokens, and the options; both within the model's positions."""
+        """The length to lower for texts of this many tokens, and the options; both within the model's positions."""
         length, limit = 1 << max(3, (tokens - 1).bit_length()), self.config.max_length
         if limit is None or self.config.encoder_decoder:
             return length, dict(options)

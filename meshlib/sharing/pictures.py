@@ -46,7 +46,7 @@ class ImageInput:
         object.__setattr__(self, "classes", names)
 
     def check(self, channels: int, classes: int, what: str) -> None:
-        """Raise GraphError unless these fit a model of so many channels and classes."""
+        """Raise GraphError unless these fit a model of this many channels and classes."""
         for name in ("mean", "deviation"):
             count = len(getattr(self, name))
             if count not in (1, channels):

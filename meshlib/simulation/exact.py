@@ -90,7 +90,7 @@ class _Exact(Interpreter[Blocks, Engine]):
 
     def goes_on(self, going: Blocks) -> bool:
         if len({bool(block) for block in going}) > 1:
-            raise ProgramError("some cores go on with a loop that others leave; a collective is missing or wrong")
+            raise ProgramError("some cores continue a loop that others leave; a collective is missing or wrong")
         return bool(going[0])
 
     def observe(self, i: Instruction, y: Value, value: Blocks) -> None:

@@ -54,7 +54,7 @@ def ring_of(step: LastStep, name: str, device: int, trip: int) -> RingRun:
     else:
         _value(step.program, name, "ring")  # raises for unknown names
         raise FeedError(
-            f"{at('ring')}: '{name}' is not what a collective round a ring brings; program.collectives lists them, and "
+            f"{at('ring')}: '{name}' is not the result of a collective on a ring; program.collectives lists them, and "
             "print(program) their names, such as %3"
         )
     reshard, operand = move.steps[place], move.inputs[place]
@@ -107,8 +107,8 @@ def _value(program: Program, name: str, what: str) -> Value:
             return copies[-1]
         names |= {y.tensor.name for y in values}
     raise FeedError(
-        f"{at(what)}: no tensor '{name}' in the program{nearest(name, names)}; print(program) lists all; what "
-        "nothing needs is not computed"
+        f"{at(what)}: no tensor '{name}' in the program{nearest(name, names)}; print(program) lists all; values "
+        "that nothing uses are not computed"
     )
 
 

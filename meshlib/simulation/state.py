@@ -175,7 +175,7 @@ class State(MutableMapping[str, Array]):
         except MemoryError:
             raise FeedError(
                 f"variable '{name}' {slot.dtype}{slot.shape} ({op.source}) needs "
-                f"{slot.dtype.size_bytes(slot.shape.size)} bytes, more than there are here; lowering needs none"
+                f"{slot.dtype.size_bytes(slot.shape.size)} bytes, more than this machine has; lowering needs none"
             ) from None
         except (TypeError, ValueError) as fault:  # raised by the user's initializer
             raise FeedError(f"the initializer of variable '{name}' ({op.source}) failed: {fault}") from fault

@@ -142,9 +142,7 @@ class _Content:
 
     def __init__(self, array: Callable[[str], Array], types: Types, seed: int, notes: Mapping[str, str]) -> None:
         if METADATA in types:
-            raise CheckpointError(
-                f"save: variable '{METADATA}' has the name that the format keeps for itself; rename it"
-            )
+            raise CheckpointError(f"save: variable '{METADATA}' has a name that the format reserves; rename it")
         self.array = array
         self.entries, begin = {}, 0
         for name in sorted(types, key=lambda n: (-types[n][1].public.itemsize, n)):
@@ -284,7 +282,7 @@ def read_notes(path: Path) -> dict[str, str]:
         summed = {METADATA, *header.entries, *(mark + name for name in notes)}
         own = {"format", "meshlib", SEED, *notes, *(SUM + name for name in sums)}
         if odd := sorted((sums.keys() ^ summed) | (metadata.keys() - own)):
-            raise DamagedError(f"load: {target} is damaged: '{odd[0]:.80}' and its CRC-32 do not belong together")
+            raise DamagedError(f"load: {target} is damaged: '{odd[0]:.80}' and its CRC-32 do not match")
     return {name: str(text) for name, text in notes.items()}
 
 

@@ -86,7 +86,7 @@ def header_bytes(what: str, entries: Mapping[str, Entry], metadata: Mapping[str,
     text += b" " * (-len(text) % ALIGNMENT_BYTES)
     if len(text) > HEADER_LIMIT_BYTES:
         raise CheckpointError(
-            f"{what}: the header of {len(entries)} tensors has {len(text)} bytes; readers take {HEADER_LIMIT_BYTES}"
+            f"{what}: the header of {len(entries)} tensors has {len(text)} bytes; readers accept {HEADER_LIMIT_BYTES}"
         )
     return len(text).to_bytes(8, "little") + text
 

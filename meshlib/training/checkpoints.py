@@ -124,13 +124,17 @@ class Keeper:
                     older = len(there) > 1
                     raise DamagedError(
                         f"{fault}; "
-                        + (f"on_damage='previous' goes on from {there[-2].name}" if older else "there is no older one")
+                        + (
+                            f"on_damage='previous' continues from {there[-2].name}"
+                            if older
+                            else "there is no older one"
+                        )
                     ) from None
                 damaged.append((path, fault))
                 continue
             self._set_aside(run, [path for path, _ in damaged])
             for _, damage in damaged:
-                warnings.warn(f"{damage}; training goes on from {path.name}", stacklevel=2)
+                warnings.warn(f"{damage}; training continues from {path.name}", stacklevel=2)
             return noted
         if damaged:
             raise DamagedError(f"{damaged[0][1]}; all {len(damaged)} checkpoints of the folder are damaged")

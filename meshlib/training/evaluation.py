@@ -56,9 +56,11 @@ class Evaluation:
         if isinstance(self.every, bool) or not isinstance(self.every, int | np.integer) or self.every < 1:
             raise GraphError(f"{what}: every must be an integer >= 1, got {self.every!r:.80}")
         if not isinstance(self.data, Iterable) or iter(self.data) is self.data:
-            raise FeedError(f"{what}: data must begin anew in each evaluation, as mtf.data does; got {self.data!r:.80}")
+            raise FeedError(
+                f"{what}: data must start over for each evaluation, as mtf.data does; got {self.data!r:.80}"
+            )
         if isinstance(self.data, Data) and (self.data.epochs is None or self.data.batching is None):
-            fault = "repeat for ever" if self.data.epochs is None else "are not in batches"
+            fault = "repeat forever" if self.data.epochs is None else "are not in batches"
             raise FeedError(f"{what}: the data {fault}: {self.data}")
         if self.measure is not None and not callable(self.measure):
             raise GraphError(f"{what}: measure must be a function, got {self.measure!r:.80}")
@@ -85,7 +87,7 @@ class Evaluation:
             for name, value in numbers.items():
                 totals[name] = totals.get(name, 0.0) + value
         if not count:
-            raise FeedError(f"{at('Evaluation')}: the data have no example that counts")
+            raise FeedError(f"{at('Evaluation')}: the data have no example other than padding")
         return {name: total / count for name, total in totals.items()}
 
     def _batches(self, run: Simulation) -> Iterator[Batch]:
@@ -108,8 +110,8 @@ class Evaluation:
         name = next((name for name, array in batch.items() if array is mask), None)
         if mask is not None and name not in self.program.inputs and not np.all(mask):
             raise FeedError(
-                f"{at('Evaluation')}: {int(np.sum(np.asarray(mask) == 0))} of {len(mask)} rows only fill the batch up, "
-                f"and the program has no input '{name}' to leave them out by; give it one, or measure=, or data with "
+                f"{at('Evaluation')}: {int(np.sum(np.asarray(mask) == 0))} of {len(mask)} rows are padding, "
+                f"but the program has no input '{name}' that excludes them; give it one, or measure=, or data with "
                 "remainder='drop'"
             )
 

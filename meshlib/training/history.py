@@ -115,7 +115,7 @@ def read_history(path: str | os.PathLike[str]) -> list[Row]:
         def fail(fault: str, number: int = number) -> NoReturn:
             raise CheckpointError(
                 f"history: line {number} of {target} is not a row with a step: {fault}; delete the "
-                "file: runs add rows to it, and take nothing from it"
+                "file: runs only append to it"
             ) from None
 
         rows.append(parse_json(line, fail, {"step": COUNT}, constants=True))

@@ -86,7 +86,7 @@ def _check_program(program: Program) -> None:
     """Raise unless a program trains something, with output names that differ from the history's metrics."""
     if not program.updates:
         raise GraphError(
-            f"{at('train')}: the program updates no variable, so that there is nothing to train; lower it with "
+            f"{at('train')}: the program updates no variable, so there is nothing to train; lower it with "
             "updates, as in mtf.lower(outputs, optimizer.minimize(loss))"
         )
     taken = [name for name in ("step", *TIMES) if name in program.outputs]
@@ -102,9 +102,9 @@ def _check_options(options: TrainOptions, run: Simulation) -> None:
         raise GraphError(f"{at('train')}: report must be a function of a row, got {options.report!r:.80}")
     if (options.patience is not None or options.best != BEST) and options.evaluation is None:
         name = "patience" if options.patience is not None else f"best={options.best!r:.80}"
-        raise GraphError(f"{at('train')}: {name} is about evaluations; give evaluation=mtf.Evaluation(...)")
+        raise GraphError(f"{at('train')}: {name} needs evaluations; give evaluation=mtf.Evaluation(...)")
     if options.on_nan == "skip" and not run.check_nan:
-        raise GraphError(f"{at('train')}: on_nan='skip' needs a run that looks for NaN: check_nan=True, checked=True")
+        raise GraphError(f"{at('train')}: on_nan='skip' needs a run that checks for NaN: check_nan=True, checked=True")
 
 
 def train(
@@ -201,7 +201,7 @@ def train(
             loop = _Loop(run, feeding, options, keeper, shown)
             stopped = loop.run_all()
             if not loop.at.step:
-                raise FeedError(f"{at(what)}: data gave no batch at all, so that no step was done")
+                raise FeedError(f"{at(what)}: data yielded no batch, so no step was run")
     finally:
         for opened in (own_feed, shown):
             if opened is not None:

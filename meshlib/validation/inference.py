@@ -27,7 +27,7 @@ from meshlib.validation.priced import Priced
 from meshlib.validation.runs import dimensions, known_model
 
 Row = Mapping[str, Any]
-# (paper, model) -> (chips, heads): on so many or more the model was given more heads, which are padding, so that they
+# (paper, model) -> (chips, heads): on this many or more the model was given more heads, which are padding, so that they
 # split evenly: Pope et al., section 4 (18 billion parameters more).
 _PADDED_HEADS = {("2211.05102", "palm-540b"): (64, 64)}
 _NARROW = {"int8": "int8", "fp8": "float8_e4m3fn", "int4": "int4"}

@@ -37,7 +37,7 @@ def told_by(fault: BaseException) -> str:
 # How a message says what is right: a rule, what there is, or what to do.
 REMEDY = re.compile(
     r"\b(must|may be|may only|needs?|expected|did you mean|known:|in \S+ to \d+|there (is|are) \w)|>= \d"
-    r"|[;:,] (or )?(take|give|write|use|pad|cast|rename|name|make|begin|leave|see|say|free|remove|check|make) "
+    r"|[;:,] (or )?(take|give|write|use|pad|cast|rename|name|make|start|leave|see|say|free|remove|check|make) "
 )
 
 

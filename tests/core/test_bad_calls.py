@@ -186,7 +186,7 @@ MISTAKES: dict[str, Mistake] = {
     "a misspelt axis of a known layout": (
         lambda: searched(also=[("data:8", "batch:dat")]),
         mtf.LayoutError,
-        ["search: also has layout batch:dat", "no axis 'dat' in mesh data:8; did you mean 'data'"],
+        ["search: layout batch:dat in also=", "no axis 'dat' in mesh data:8; did you mean 'data'"],
     ),
     "a misspelt axis beside a right one": (
         lambda: searched(also=[("data:4;model:2", "batch:data;rows:modle")]),
@@ -352,7 +352,7 @@ MISTAKES: dict[str, Mistake] = {
         ["save_every", "folder"],
     ),
     "keeping none": (lambda: mtf.train(loss_program(), [], 1, keep=0), mtf.GraphError, ["keep", "0"]),
-    "no data": (lambda: mtf.train(loss_program(), [], 3), mtf.FeedError, ["train", "no batch at all"]),
+    "no data": (lambda: mtf.train(loss_program(), [], 3), mtf.FeedError, ["train", "data yielded no batch"]),
     "a misspelt way out of damage": (
         lambda: mtf.train(loss_program(), [], 3, on_damage="ignore"),
         mtf.GraphError,
@@ -547,7 +547,7 @@ MISTAKES: dict[str, Mistake] = {
     "an evaluation without an end": (
         lambda: mtf.Evaluation(program=loss_program(), data=mtf.data.arrays(ARRAYS).batch(8).repeat(), every=1),
         mtf.FeedError,
-        ["repeat for ever", r"batch\(8"],
+        ["repeat forever", r"batch\(8"],
     ),
     "examples for batches": (
         lambda: mtf.train(loss_program(), mtf.data.arrays(ARRAYS), 1),

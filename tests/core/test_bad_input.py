@@ -1098,7 +1098,7 @@ def test_names_from_elsewhere_are_told_what_stands_for_them() -> None:
         "did you mean 'reduced_dim'": lambda x: mtf.reduce_sum(x, reduce_dim=batch),
         "write mtf.variable": lambda x: mtf.get_variable,
         "is it a mesh": lambda x: mtf.lower(x, "rows:2", "batch:rows"),
-        "take rows:8": lambda x: mtf.estimate(mtf.lower(x, mesh="rows:4", layout="batch:rows"), "v3-8"),
+        "use rows:8": lambda x: mtf.estimate(mtf.lower(x, mesh="rows:4", layout="batch:rows"), "v3-8"),
         "mtf.gather or mtf.one_hot": lambda x: mtf.einsum([x, mtf.input("ids", [batch], "int32")]),
     }
     for text, wrong in rows.items():

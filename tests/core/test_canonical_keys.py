@@ -208,7 +208,7 @@ def test_no_kept_search_answers_for_anything_else(tmp_path: Path, monkeypatch: p
             low, high = Physics.field(name).metadata["range"]
             other = dataclasses.replace(CALIBRATED, **{name: low + 0.3 * (high - low)})
             monkeypatch.setattr(resume_file, "CALIBRATED", other)
-        with pytest.raises(mtf.GraphError, match="holds the search of another"):
+        with pytest.raises(mtf.GraphError, match="has the estimates of another"):
             pytest.fail(f"{what}: {mtf.search(**{**base, **change}, axes=1, seconds=None, resume=path)}")
         monkeypatch.undo()
         assert path.read_bytes() == before

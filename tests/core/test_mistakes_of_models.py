@@ -42,7 +42,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     # conv
     "conv groups do not divide": (
         lambda: mtf.conv2d(image(), filters(), groups=3),
-        "3 groups do not divide the channels c:4 and out:8; take 2 or 4",
+        "3 groups do not divide the channels c:4 and out:8; use 2 or 4",
     ),
     "conv padding word": (
         lambda: mtf.conv2d(image(), filters(), padding="FULL"),
@@ -121,7 +121,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     # moe
     "moe top_k > experts": (
         lambda: layers.moe(tokens(), D("e", 2), F, R(top_k=3)),
-        "each token chooses 3 experts (top_k), but there are only 2 to choose from; take at most 2",
+        "each token chooses 3 experts (top_k), but there are only 2 to choose from; use at most 2",
     ),
     "moe top_k 0": (lambda: R(top_k=0), "top_k must be at least 1, got 0"),
     "moe negative capacity": (lambda: R(capacity_factor=-1.0), "capacity_factor must be positive, got -1.0"),
@@ -192,11 +192,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "pipeline stages 0": (lambda: models.Pipeline(stages=0, microbatches=2), "stages must be at least 1, got 0"),
     "pipeline micro": (
         lambda: models.train_step(TINY, 4, 8, pipeline=models.Pipeline(stages=2, microbatches=3)),
-        "a batch of 4 can't be cut into 3 microbatches: 4 % 3 = 1; take 2 or 4",
+        "a batch of 4 can't be cut into 3 microbatches: 4 % 3 = 1; use 2 or 4",
     ),
     "pipeline repeats": (
         lambda: models.train_step(TINY, 4, 8, pipeline=models.Pipeline(stages=2, microbatches=2, repeats=3)),
-        "2 layers can't be cut into 2 stages * 3 repeats: 2*may be 1, 2. Or take config.replace(layers=6)",
+        "2 layers can't be cut into 2 stages * 3 repeats: 2*may be 1, 2. Or use config.replace(layers=6)",
     ),
     "pipeline remat": (
         lambda: models.Pipeline(stages=2, microbatches=2, remat="some"),
@@ -208,7 +208,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "pipeline batch not dividing": (
         lambda: layers.pipeline(lambda x: x, tokens(), 2, 3),
-        "x: f32[batch:8, length:6, d:4] can't be cut into 3 equal microbatches: 8 % 3 = 2; take 2 or 4",
+        "x: f32[batch:8, length:6, d:4] can't be cut into 3 equal microbatches: 8 % 3 = 2; use 2 or 4",
     ),
     "pipeline shape change": (
         lambda: layers.pipeline(lambda x: mtf.reduce_sum(x, reduced_dim=D("d", 4)), tokens(), 2, 2),
@@ -243,7 +243,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "prefill longer": (
         lambda: models.prefill(TINY, 2, 12, 8),
-        "length 12 is longer than cache_length 8; caches hold the prompt, too: take cache_length=12 or more",
+        "length 12 is longer than cache_length 8; caches also hold the prompt: use cache_length=12 or more",
     ),
     "decode config": (lambda: models.decode_step("gpt2", 2, 8), "expected a TransformerConfig, got str 'gpt2'"),
     "generate token out of vocab": (

@@ -138,7 +138,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "data shuffle seed": (lambda: mtf.data.arrays(A).shuffle("x"), "seed must be an integer >= 0, got 'x'"),
     "data batch twice": (
         lambda: mtf.data.arrays(A).batch(2).batch(2),
-        "there is a batch already; begin again from the data without it",
+        "the data have a batch already; start from the data without it",
     ),
     "data map None": (lambda: mtf.data.arrays(A).map(None), "expected a function of an example, got None"),
     "data filter all": (
@@ -147,7 +147,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "data ragged": (
         lambda: list(mtf.data.arrays({"i": np.arange(4)}).map(lambda e: {"x": np.ones(int(e["i"]) + 1)}).batch(2)),
-        "batch: 'x' of example 0 is float64 [1], of example*map brings them to it, pad= fills sequences up",
+        "batch: 'x' of example 0 is float64 [1], of example*batches need one shape: use a map, or pad= for sequences",
     ),
     "data field dtype": (
         lambda: mtf.data.Field("float33"),
@@ -184,7 +184,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "train log_every": (lambda: trained(log_every=0), "log_every must be at least 1, got 0"),
     "train best unknown": (
         lambda: trained(best="acc"),
-        "best='acc' is about evaluations; give evaluation=mtf.Evaluation(...)",
+        "best='acc' needs evaluations; give evaluation=mtf.Evaluation(...)",
     ),
     "train on_nan": (lambda: trained(on_nan="ignore"), "on_nan must be 'stop' or 'skip', got 'ignore'"),
     "train save_every negative": (
@@ -216,7 +216,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "train report": (lambda: trained(report="print"), "report must be a function of a row, got 'print'"),
     "train folder is file": (
         lambda: trained(folder=__file__),
-        "train: no folder '*.py' can be made: File exists; name another",
+        "train: folder '*.py' can't be created: File exists; name another",
     ),
     "train seed": (lambda: mtf.simulate(loss_program(), seed="a"), "seed must be an integer, got str 'a'"),
     "train executor": (
@@ -287,7 +287,7 @@ OF_IMPORTS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a word for float16": (
         imported("lambda w: w.sum()", float16="bf16"),
-        "float16 may be taken for 'bfloat16', not for 'bf16'",
+        "float16 must be 'bfloat16' or left out, got 'bf16'",
     ),
     "kernels without names": (
         imported("lambda w: w.sum()", kernels=[1]),

@@ -393,9 +393,9 @@ def broken(example: Batch) -> Batch:
         (lambda: x().batch(0), "size must be an integer >= 1, got 0"),
         (lambda: x().batch(7), "a batch of 7 is larger than the 6 examples of arrays"),
         (lambda: x().batch(2, "dorp"), "remainder must be 'drop' or 'pad', got 'dorp'; did you mean 'drop'"),
-        (lambda: x().batch(2).batch(2), "there is a batch already"),
-        (lambda: x().batch(2).shuffle(1), "about examples; write it before batch"),
-        (lambda: x().shuffle(1).shuffle(1), "there is a shuffle already"),
+        (lambda: x().batch(2).batch(2), "the data have a batch already"),
+        (lambda: x().batch(2).shuffle(1), "applies to examples; write it before batch"),
+        (lambda: x().shuffle(1).shuffle(1), "the data have a shuffle already"),
         (lambda: x().shuffle(-1), "seed must be an integer >= 0, got -1"),
         (lambda: x().shuffle(1, buffer=0), "buffer must be an integer >= 1"),
         (lambda: x().shuffle(1).take(2), "write it before shuffle and map"),
@@ -409,7 +409,7 @@ def broken(example: Batch) -> Batch:
         (lambda: x().batch(2, too_long="cutt"), "did you mean 'cut'"),
         (lambda: list(x().batch(2, pad={"y": 2})), "example 0: no field 'y'; its fields: x"),
         (lambda: list(x().batch(2, pad={"x": 2})), "example 0: 'x' is a single value"),
-        (lambda: list(of_lengths().batch(2, pad={"t": 3})), "example 3: 't' has 4 elements, a row 3"),
+        (lambda: list(of_lengths().batch(2, pad={"t": 3})), "example 3: 't' has 4 elements, but a row has 3"),
         (lambda: list(x().map(uneven).batch(2)), r"'x' of example 2 is float64 \[0\], of example 3 float64 \[1\]"),
         (lambda: list(x().map(lambda e: {str(e["x"]): 1}).batch(2)), "example 0 has the fields 0, example 1 has 1"),
         (lambda: list(x().map(broken).batch(2)), r"map\(broken\) failed at example 0 of arrays: ValueError: no 0"),
@@ -419,7 +419,7 @@ def broken(example: Batch) -> Batch:
         (lambda: list(x().filter(lambda e: False).repeat().batch(2)), "has no example left"),
         (lambda: list(x().map(lambda e: {"mask": 1}).batch(2, "pad")), "'mask' is a field of the examples"),
         (lambda: iter(x()).restore({"next": 1}), "expected what state"),
-        (lambda: iter(x()).restore(iter(x().shuffle(1)).state()), "the state is one of other data"),
+        (lambda: iter(x()).restore(iter(x().shuffle(1)).state()), "the state belongs to other data"),
         (lambda: mtf.data.arrays({}), "expected a dict of names to arrays"),
         (lambda: mtf.data.arrays({"a": np.ones(2), "b": np.ones(3)}), "unequal numbers of examples: a 2, b 3"),
         (lambda: mtf.data.arrays({"a": [1]}), "'a' must be a NumPy array, got list"),
@@ -570,7 +570,7 @@ def test_a_state_is_of_these_examples_and_their_functions() -> None:
     feed().restore(state)
     with pytest.raises(mtf.FeedError, match="their examples differ"):
         feed(first=1.0).restore(state)
-    with pytest.raises(mtf.FeedError, match="one of other data"):
+    with pytest.raises(mtf.FeedError, match="belongs to other data"):
         feed(mask="valid").restore(state)
     with pytest.warns(UserWarning, match=r"the functions of arrays: 12 examples.* are not as they were"):
         feed(by=3.0).restore(state)

@@ -124,7 +124,7 @@ def test_wrong_flags_end_with_one_line(flags: list[str], message: str, capsys: p
 def test_texts_without_enough_lines(tmp_path: Path) -> None:
     short, plain = tmp_path / "short.txt", tmp_path / "plain.txt"
     short.write_text("one\ntwo\n")
-    with pytest.raises(DataError, match="holds 0 pairs of lines; it takes 20"):
+    with pytest.raises(DataError, match="holds 0 pairs of lines, fewer than 20"):
         verse_data.load_verses(str(short))
     plain.write_text("\n".join(f"line {n}" for n in range(60)))
     assert len(verse_data.load_verses(str(plain)).held_out) in (4, 5, 6)

@@ -1,4 +1,4 @@
-"""The language-model example: it learns, goes on from a checkpoint bit for bit, and answers wrong flags in one line."""
+"""The language-model example: it learns, continues from a checkpoint exactly, and answers wrong flags in one line."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_repeated_tokens_are_drafts() -> None:
 BAD: dict[str, tuple[Any, str]] = {
     "an encoder": (lambda: mtf.models.extend_step(small("t5-11b"), 1, 1, 8), "is of kind 'encoder-decoder'"),
     "half of pages": (lambda: mtf.models.extend_step(small("gpt2"), 1, 1, 8, 4), "page_size and pages, or neither"),
-    "pages": (lambda: mtf.models.extend_step(small("llama2-7b"), 1, 1, 9, 4, 4), "9 % 4 = 1; take cache_length=12"),
+    "pages": (lambda: mtf.models.extend_step(small("llama2-7b"), 1, 1, 9, 4, 4), "9 % 4 = 1; use cache_length=12"),
     "a chunk": (lambda: mtf.models.extend_step(small("llama2-7b"), 1, 9, 8), "length 9 is more than cache_length 8"),
     "a long prompt": (
         lambda: served("llama2-7b", ()).submit([1] * 14, 3), "14 tokens and max_tokens 3 need 17 positions, .* is 16"

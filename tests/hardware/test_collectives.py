@@ -381,7 +381,7 @@ def test_sent_bytes():
         (lambda: point_plans.broadcast(Torus((2,)), np.ones(2), algorithm="x"), "use one of tree, halves"),
         (
             lambda: point_plans.broadcast(Torus((2,), False), np.ones(2), algorithm="halves"),
-            "goes round rings",
+            "needs rings",
         ),
     ],
 )

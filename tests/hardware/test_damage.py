@@ -142,7 +142,7 @@ def test_slices_of_several_are_left_out_as_a_whole():
         (lambda: Slice("v5e-256").without("3x5"), "failed chips are coordinates such as (3, 5)"),
         (lambda: Slice("v5e-256").without(links=[((0, 0), (0, 2))]), "chips 0x0 and 0x2 share no link"),
         (lambda: Slice("v5e-256").without(links=[(0, 0)]), "failed"),
-        (lambda: Slice("v5e-4").without((0, 0)), "the 0 chips that are left of a torus of 2x2 form no ring"),
+        (lambda: Slice("v5e-4").without((0, 0)), "the 0 remaining chips of a torus of 2x2 form no ring"),
         (lambda: Slice("v5e-64").without(links=[((0, 0), (0, 1))]), "form no ring"),
         (lambda: Slice("2*v5e-256").without((0, 0)), "leaves 1: .without(slices=1)"),
         (lambda: Slice("2*v5e-256").without(slices=2), "none is left"),

@@ -373,7 +373,10 @@ def test_costs_are_finite_ordered_and_grow_with_bytes(case, kind, size, data):
         (lambda: best_placement("v3-8", {"a": 8}, [3]), "demands must be a list of Demand"),
         (lambda: together_seconds([3]), "costs must be a list of Cost"),
         (lambda: best_placement("v3-9", {"a": 8}), "'v3-9' is not a slice of v3"),
-        (lambda: Placement("v5e-4", (("a", (PlacementFactor(7, 4, 1),)),)), "lies on no place of v5e-4"),
+        (
+            lambda: Placement("v5e-4", (("a", (PlacementFactor(7, 4, 1),)),)),
+            "is on no torus axis, cores or DCN of v5e-4",
+        ),
         (lambda: first().device({"a": 8}), "coordinate 'a' = 8 is outside an axis of 8"),
         (lambda: first().device({"b": 0}), "must name the axes of the mesh"),
         (lambda: Placement(Slice("v5e-4"), (("a", (PlacementFactor(0, 2, 1),)),)), "cover 1 of the 2 positions"),

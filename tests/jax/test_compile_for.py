@@ -221,7 +221,7 @@ def test_slices_as_topologies(slice: str, name: str, options: dict[str, Any]) ->
 
 def test_a_chip_of_your_own_has_no_compiler() -> None:
     own = replace(CHIPS["v5e"], hbm_bytes=1 << 30)
-    with pytest.raises(mtf.SliceError, match="not chip 'v5e' as it is given"):
+    with pytest.raises(mtf.SliceError, match="not chip 'v5e' with these figures"):
         topology_of(Slice("v5e-4", own))
 
 

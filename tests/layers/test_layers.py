@@ -886,7 +886,7 @@ def self_attention(x: Tensor, **options: Any) -> Tensor:
         ),
         (lambda x: mtf.layers.feed_forward(x, F, dropout=0.5, dropout_broadcast_dims=[V]), "vocab:12 are not in"),
         (lambda x: mtf.layers.rotary(x, L, Dimension("d_model", 7)), "size 8 in x.*but 7 was given"),
-        (lambda x: mtf.layers.rotary(mtf.slice(x, 0, 7, "d_model"), L, "d_model"), "d_model:7 has no two halves"),
+        (lambda x: mtf.layers.rotary(mtf.slice(x, 0, 7, "d_model"), L, "d_model"), "d_model:7 can't be cut"),
         (lambda x: mtf.layers.rotary(x, L, D, base=0), "base must be positive, got 0"),
         (lambda x: mtf.layers.rotary(x, L, D, 0.5, scaling=RotaryScaling(4, 1, 9, 9, "pairs")), "above 1, got 0.5"),
         (lambda x: RotaryScaling(4.0, ramp="pairs"), "pairs needs an original_length .* got None and 1"),

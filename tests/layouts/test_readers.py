@@ -296,8 +296,8 @@ def test_specs_that_disagree_name_both_tensors():
     assert str(caught.value).splitlines() == [
         "the specs: 3 faults",
         *(
-            f"  dim {dim!r} lies on {mine} in 'w1' ('x', 'y'), but on {other}: one rule holds for all tensors. Rename "
-            "the dim in one of them, or read the two apart with scope=."
+            f"  dim {dim!r} is split over {mine} in 'w1' ('x', 'y'), but over {other}: one rule holds for all tensors. "
+            "Rename the dim in one of them, or read the two apart with scope=."
             for dim, mine, other in (
                 ("mlp", "y", "y+z in 'w2' (('y', 'z'),)"),
                 ("embed", "x", "no axis in 'w2' (('y', 'z'),)"),
@@ -308,7 +308,7 @@ def test_specs_that_disagree_name_both_tensors():
 
 
 def test_the_order_of_axes_counts():
-    with pytest.raises(LayoutError, match=r"'a' lies on x\+y in \[a\] .*, but on y\+x in \[b, a\]"):
+    with pytest.raises(LayoutError, match=r"'a' is split over x\+y in \[a\] .*, but over y\+x in \[b, a\]"):
         from_partition_specs({("a",): (("x", "y"),), ("b", "a"): (None, ["y", "x"])})
 
 

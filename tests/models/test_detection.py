@@ -163,14 +163,17 @@ MESSAGES: list[tuple[Callable[[], object], str]] = [
     (lambda: detection.box_iou([[2, 0, 1, 1]], []), r"box 0 of a is \[2.0, 0.0, 1.0, 1.0\]"),
     (lambda: detection.encode_boxes([[0, 0, 1, 1]], np.ones((2, 4))), "1 boxes for 2 anchors"),
     (lambda: detection.encode_boxes([[0, 0, 1, 0]], [[0, 0, 1, 1]]), "positive height and width"),
-    (lambda: detection.decode_boxes(np.zeros((3, 4)), [[0, 0, 1, 1]]), r"codes must be of shape \[1, 4\]"),
+    (
+        lambda: detection.decode_boxes(np.zeros((3, 4)), [[0, 0, 1, 1]]),
+        r"codes must have the shape of the anchors, \[1, 4\]",
+    ),
     (lambda: detection.suppress([[0, 0, 1, 1]], [1.0, 2.0]), "scores must be 1 numbers"),
     (lambda: detection.suppress([[0, 0, 1, 1]], [1.0], 2.0), r"iou must be in \[0, 1\]"),
     (lambda: Anchors(0, 8), "must be positive"),
     (lambda: Anchors(8, 8, levels=()), "none of them empty"),
     (lambda: Anchors(8, 8).targets([[0, 0, 1, 1]], []), "classes must be 1 numbers"),
     (lambda: Anchors(8, 8).decode(np.zeros((3, 2)), np.zeros((3, 4))), r"scores must be \[45, classes\]"),
-    (lambda: detection.average_precision([], [Objects([], [])], 0), "0 images, but true ones of 1"),
+    (lambda: detection.average_precision([], [Objects([], [])], 0), "0 images, but true objects of 1"),
     (lambda: detection.mean_average_precision([], []), "at least one true object"),
 ]
 

@@ -109,7 +109,7 @@ def test_heads_give_way_to_groups_where_there_are_too_few(name, size, dim):
 @pytest.mark.parametrize(
     ("name", "config", "mesh", "words"),
     [
-        ("tensor", model("gpt2"), "tensor:8", r"(?s)heads: 12 % 8 = 4.*vocab: 50257 % 8 = 1; take .*vocab=50264"),
+        ("tensor", model("gpt2"), "tensor:8", r"(?s)heads: 12 % 8 = 4.*vocab: 50257 % 8 = 1; use .*vocab=50264"),
         ("tensor", model("llama3-8b"), "tensor:32", "heads: 8 % 32 = 8; groups of 4 queries, 4 % 32 = 4"),
         ("tensor", model("gemma4-31b"), "tensor:8", "4 % 8 = 4; 16 % 8 = 0"),
         ("fsdp", model("llama3.1-405b"), "fsdp:96", "d_model: 16384 % 96 = 64"),
@@ -124,7 +124,7 @@ def test_heads_give_way_to_groups_where_there_are_too_few(name, size, dim):
         ("fsdp", "llama2-7b", "fsdp:2", "expected a TransformerConfig, got str"),
         (3, TINY, "fsdp:2", "expected a name such as"),
         ("data+expert", TINY, "data:2", "llama2-7b-reduced has no experts to lay on axis 'data'"),
-        ("data+expert", MIXTRAL, "data:16", "experts: 8 % 16 = 8; take an axis whose size divides 8"),
+        ("data+expert", MIXTRAL, "data:16", "experts: 8 % 16 = 8; use an axis whose size divides 8"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(name, config, mesh, words):

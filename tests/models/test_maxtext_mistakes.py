@@ -132,7 +132,7 @@ FILES: dict[str, tuple[str, list[str]]] = {
     "typing error": ("base_emb_dimm: 64\n", ["base.yml: base_emb_dimm=64", "did you mean 'base_emb_dim'"]),
     "no mapping": ("- 1\n- 2\n", ["base.yml", "keys and values"]),
     "no YAML": ("base_emb_dim: [1\n", ["base.yml:2", "is not valid YAML"]),
-    "a key twice": ("steps: 1\nsteps: 2\n", ["base.yml:1", "'steps' is there twice"]),
+    "a key twice": ("steps: 1\nsteps: 2\n", ["base.yml:1", "'steps' occurs twice"]),
     "based on nothing": ("base_config: other.yml\n", ["base_config=other.yml", "no such file"]),
     "based on itself": ("base_config: base.yml\n", ["base_config=base.yml", "based on each other"]),
     "an alias within itself": (

@@ -319,7 +319,7 @@ BAD = {
     ),
     "a group of dropless experts": (
         lambda: decode_step(small("mixtral-8x7b"), 6, 8, group_size=2),
-        r"group_size is for experts with a capacity; .* leave it away",
+        r"group_size is for experts with a capacity; .* leave it out",
     ),
     "a size": (lambda: decode_step(small("gpt2"), 0, 8), "batch must be at least 1, got 0"),
 }

@@ -463,7 +463,7 @@ def test_bad_policies() -> None:
         mtf.Remat(offload=["a/b"])
     with pytest.raises(mtf.ShapeError, match="save must be a list, got str 'q'"):
         mtf.Remat(save="q")
-    with pytest.raises(mtf.GraphError, match="'q' is in save and in offload; take it out of one"):
+    with pytest.raises(mtf.GraphError, match="'q' is in both save and offload; remove it from one"):
         mtf.Remat(save=["q"], offload=["q"])
     with pytest.raises(mtf.GraphError, match="offload_carries must be True or False, got int 1"):
         mtf.Remat(offload_carries=1)  # type: ignore[arg-type]

@@ -234,4 +234,4 @@ def test_the_command_says_how_many_slices(capsys: pytest.CaptureFixture[str]) ->
     assert " x v5e-1 = " in out
     code, _, err = run("serve", "gpt2", "--slice", "v5e-1", "--prompts", "100", capsys=capsys)
     assert code != 0
-    assert "--prompts is for a load; give its --rate or a --trace" in err
+    assert "--prompts needs a load; give --rate or --trace" in err

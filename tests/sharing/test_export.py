@@ -150,7 +150,7 @@ def test_pictures_in_classes_out(tmp_path: Path) -> None:
     for wrong, text in (
         (tmp_path / "none.png", r"none\.png: expected a picture, found: cannot identify"),
         (tmp_path / "nothing.png", "expected a picture, found: .*No such file"),
-        (tmp_path / "deep.png", "found: one of the mode I;16, with more than 8 bits"),
+        (tmp_path / "deep.png", "found: mode I;16, which has more than 8 bits"),
         (pixels.astype(np.float32), "the picture holds .* float32 must be 0 to 1"),
         (pixels.astype(int) - 256, "the picture holds -256 to .* int64 must be 0 to 255"),
         (pixels[1:], r"expected a picture of shape \[8, 12, 3\], .* got uint8 \[7, 12, 3\]"),
@@ -245,7 +245,7 @@ def test_faults_are_named(tmp_path: Path) -> None:
             "a text of 30 tokens and 3 more, but .* has 32 positions",
         ),
         (lambda: mtf.load_model(tmp_path / "good").predict("x" * 32), mtf.GraphError, "32 tokens and 1 more"),
-        (lambda: mtf.load_model(tmp_path / "good", run=5), mtf.GraphError, "run must make a run of a program"),
+        (lambda: mtf.load_model(tmp_path / "good", run=5), mtf.GraphError, "run must map a program to a run"),
         (
             lambda: mtf.export({}, tmp_path, SMALL, images=mtf.ImageInput((0.5, 0.5))),
             mtf.GraphError,

@@ -328,7 +328,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
             mtf.CheckpointError,
             "'rope_scaling' must be an object, or missing, got str 'x'",
         ),
-        (llama_config(rope_theta=None), mtf.CheckpointError, "makes no model"),
+        (llama_config(rope_theta=None), mtf.CheckpointError, "does not describe a model"),
         (
             llama_config(head_dim=None, num_attention_heads=0),
             mtf.CheckpointError,
@@ -339,11 +339,15 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         (llama_config(vocab_size=True), mtf.CheckpointError, "'vocab_size' must be an integer .*got bool True"),
         (llama_config(rms_norm_eps="1e-5"), mtf.CheckpointError, "'rms_norm_eps' must be a positive number"),
         (llama_config(vocab_size=None), mtf.CheckpointError, "'vocab_size' must be an integer"),
-        (llama_config(partial_rotary_factor=0.5), mtf.GraphError, "partial_rotary_factor is 0.5; only 1.0 is known"),
+        (
+            llama_config(partial_rotary_factor=0.5),
+            mtf.GraphError,
+            "partial_rotary_factor is 0.5; only 1.0 is supported",
+        ),
         (llama_config(mlp_bias=True), mtf.GraphError, "mlp_bias is True"),
         (llama_config(quantization_config={"bits": 4}), mtf.GraphError, "quantization_config is {'bits': 4}"),
         ({**gpt2_config(), "add_cross_attention": True}, mtf.GraphError, "add_cross_attention is True"),
-        ({**gpt2_config(), "scale_attn_by_inverse_layer_idx": True}, mtf.GraphError, "only False is known"),
+        ({**gpt2_config(), "scale_attn_by_inverse_layer_idx": True}, mtf.GraphError, "only False is supported"),
         (llama_config(hidden_act="mish"), mtf.GraphError, "no activation 'mish'"),
         ([], mtf.CheckpointError, "is not a config.json with a model_type"),
     ):

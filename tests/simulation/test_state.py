@@ -767,7 +767,7 @@ def test_the_ring_of_a_collective_ends_with_the_block_that_follows(kind: str) ->
         if kind == "all_gather":  # blocks of a 2x2 mesh, row by row
             own = own.reshape(2, 2, 2, 2).swapaxes(1, 2)
         np.testing.assert_allclose(own.reshape(-1), (block.T if kind == "reduce_scatter" else block).reshape(-1))
-    with pytest.raises(mtf.FeedError, match=r"ring .*'%0' is not what a collective round a ring brings"):
+    with pytest.raises(mtf.FeedError, match=r"ring .*'%0' is not the result of a collective on a ring"):
         sim.ring("%0")
 
 

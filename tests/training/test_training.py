@@ -265,19 +265,19 @@ def test_a_picture_of_it(tmp_path: Path) -> None:
     ("call", "message"),
     [
         (lambda: mtf.train(3, data(), 1), "run must be a run from mtf.simulate or mtf.on_jax, got 3"),
-        (lambda: mtf.train(evaluation(1).program, data(), 1), "updates no variable, so that there is nothing to train"),
+        (lambda: mtf.train(evaluation(1).program, data(), 1), "updates no variable, so there is nothing to train"),
         (lambda: mtf.train(program(), data(), 0), "steps must be at least 1, got 0"),
         (lambda: mtf.train(program(), data(), 1.5), "steps must be an integer"),
         (lambda: mtf.train(program(), 3, 1), "data must be mtf.data, or an iterable of dicts, got 3"),
         (lambda: mtf.train(program(), mtf.data.arrays(EXAMPLES), 1), "are examples, not batches"),
         (lambda: mtf.train(program(), data(), 1, on_nan="skp"), "did you mean 'skip'"),
         (lambda: mtf.train(program(), data(), 1, better="less"), "better must be 'lower' or 'higher'"),
-        (lambda: mtf.train(program(), data(), 1, patience=2), "patience is about evaluations; give evaluation="),
+        (lambda: mtf.train(program(), data(), 1, patience=2), "patience needs evaluations; give evaluation="),
         (lambda: mtf.train(program(), data(), 1, save_every=2), "save_every needs a folder"),
         (lambda: mtf.train(program(), data(), 1, report=3), "report must be a function"),
         (
             lambda: mtf.train(mtf.simulate(program(), check_nan=False), data(), 1, on_nan="skip"),
-            "needs a run that looks",
+            "needs a run that checks",
         ),
         (
             lambda: mtf.train(program(), data(), 1, evaluation=evaluation(1), best="accuracy"),
@@ -285,10 +285,10 @@ def test_a_picture_of_it(tmp_path: Path) -> None:
         ),
         (lambda: mtf.train(program(), data(), 1, evaluation=program()), "must be an mtf.Evaluation"),
         (lambda: evaluation(0), "every must be an integer >= 1"),
-        (lambda: mtf.Evaluation(program=program(), data=iter([]), every=1), "begin anew"),
-        (lambda: mtf.Evaluation(program=program(), data=data(), every=1), "repeat for ever"),
+        (lambda: mtf.Evaluation(program=program(), data=iter([]), every=1), "start over"),
+        (lambda: mtf.Evaluation(program=program(), data=data(), every=1), "repeat forever"),
         (lambda: mtf.train(program(), [{"x": X[:8]}], 1), "missing feed 'y'"),
-        (lambda: mtf.train(program(), data(), 1, folder="/dev/null/no"), "no folder ./dev/null/no. can be made"),
+        (lambda: mtf.train(program(), data(), 1, folder="/dev/null/no"), "folder ./dev/null/no. can't be created"),
     ],
 )
 def test_one_clear_error(call: Callable[[], object], message: str) -> None:
@@ -302,7 +302,7 @@ def test_a_folder_of_something_else(tmp_path: Path) -> None:
         mtf.train(program(), data(), 5, folder=tmp_path)
     other = tmp_path / "other"
     mtf.train(program(), data(), 2, folder=other, progress=False)
-    with pytest.raises(mtf.FeedError, match="the state is one of other data"):
+    with pytest.raises(mtf.FeedError, match="the state belongs to other data"):
         mtf.train(program(), data(seed=1), 5, folder=other, progress=False)
     path = other / "step_000000002.safetensors"
     path.write_bytes(path.read_bytes().replace(b'\\"step\\": 2', b'\\"step\\": 3'))
@@ -328,7 +328,7 @@ def test_a_run_does_not_go_on_with_data_of_another_kind(tmp_path: Path) -> None:
 def test_rows_that_only_fill_a_batch_up_do_not_count() -> None:
     made = evaluation(1)
     padded = replace(made, data=mtf.data.arrays(EXAMPLES).take(9).batch(6, remainder="pad"))
-    with pytest.raises(mtf.FeedError, match="3 of 6 rows only fill the batch up"):
+    with pytest.raises(mtf.FeedError, match="3 of 6 rows are padding"):
         padded(mtf.simulate(program()))
 
 
@@ -352,7 +352,7 @@ def test_the_mask_may_have_any_name(kind: str) -> None:
     batches: Any = padded if kind == "data" else list(padded)
     run = mtf.simulate(program())
     assert masked_evaluation(name, data=batches)(run)["loss"] == pytest.approx(np.mean(Y[:9] ** 2), rel=1e-5)
-    with pytest.raises(mtf.FeedError, match=rf"3 of 6 rows only fill the batch up, .* no input '{name}'"):
+    with pytest.raises(mtf.FeedError, match=rf"3 of 6 rows are padding, .* no input '{name}'"):
         replace(evaluation(1), data=batches)(run)
 
 
@@ -454,13 +454,13 @@ def test_a_damaged_checkpoint_is_passed_over_if_asked(tmp_path: Path) -> None:
     assert passed > n // 2
     (folder / newest).write_bytes(content[newest][:-1])
     (folder / "step_000000006.safetensors").unlink()
-    with pytest.raises(mtf.CheckpointError, match=r"on_damage='previous' goes on from step_000000002\.safetensors"):
+    with pytest.raises(mtf.CheckpointError, match=r"on_damage='previous' continues from step_000000002\.safetensors"):
         mtf.train(lowered, data(), 6, folder=folder, **options)
     (folder / newest).unlink()
     (folder / newest).symlink_to(folder / "gone")  # what can't be read is no better than what is damaged
-    with pytest.raises(mtf.CheckpointError, match=r"gone can't be read: .*'previous' goes on from step_000000002"):
+    with pytest.raises(mtf.CheckpointError, match=r"gone can't be read: .*'previous' continues from step_000000002"):
         mtf.train(lowered, data(), 6, folder=folder, **options)
-    with pytest.warns(UserWarning, match=r"gone can't be read: .*; training goes on from step_000000002"):
+    with pytest.warns(UserWarning, match=r"gone can't be read: .*; training continues from step_000000002"):
         assert mtf.train(lowered, data(), 6, folder=folder, on_damage="previous", **options).step == 6
     (folder / "step_000000006.safetensors").unlink()
     (folder / newest).unlink(missing_ok=True)

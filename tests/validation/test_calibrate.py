@@ -76,7 +76,7 @@ def test_constants_say_what_they_are():
         low, high = about["range"]
         assert low <= about["prior"][0] <= high
         assert low <= getattr(CALIBRATED, name) <= high
-    with pytest.raises(mtf.GraphError, match=r"product_rate must lie in \[0.5, 1.1\] .*, got 2"):
+    with pytest.raises(mtf.GraphError, match=r"product_rate must be in \[0.5, 1.1\] .*, got 2"):
         Physics(product_rate=2.0)
     with pytest.raises(mtf.GraphError, match="did you mean 'block_edge'"):
         Physics.field("block_edg")

@@ -44,4 +44,4 @@ def test_rows_of_runs_are_json_too(capsys, tmp_path):
 @pytest.mark.parametrize("others", [["--refit"], ["--talks"]], ids=["refit", "talks"])
 def test_the_command_refuses_what_does_not_go_together(others, capsys):
     assert main(["validate", "--machine", *others]) == 2
-    assert "has facts of its own; leave out" in capsys.readouterr().err
+    assert "has figures of its own; leave out" in capsys.readouterr().err

@@ -28,4 +28,4 @@ def test_the_command(capsys, monkeypatch):
 
 def test_the_command_refuses_what_does_not_go_together(capsys):
     assert main(["validate", "--served", "--machine"]) == 2
-    assert "has facts of its own; leave out" in capsys.readouterr().err
+    assert "has figures of its own; leave out" in capsys.readouterr().err

@@ -59,7 +59,7 @@ def load_verses(path: str | None) -> Verses:
     train = pairs_of(poem for n, poem in enumerate(poems) if n not in chosen)
     held_out = pairs_of(poems[n] for n in chosen) if poems else ()
     if len(train) + len(held_out) < 20 or not held_out:
-        raise DataError(f"{file}: holds {len(train) + len(held_out)} pairs of lines; it takes 20")
+        raise DataError(f"{file}: holds {len(train) + len(held_out)} pairs of lines, fewer than 20")
     return Verses(
         train, held_out, f"{file.name}: {len(poems)} poems, {len(train)} pairs of lines, {len(held_out)} held out"
     )

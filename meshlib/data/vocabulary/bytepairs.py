@@ -293,7 +293,7 @@ def _check(pieces: object, merges: object, specials: object, patterns: tuple[obj
     ordinary = {piece for n, piece in enumerate(all_pieces) if n not in reserved}
     for name in special_numbers:  # a tokenizer.json lists it among the pieces, which are written as letters
         if all(letter in BYTES for letter in name) and bytes(BYTES[letter] for letter in name) in ordinary:
-            raise GraphError(f"{at(WHAT)}: the special token {name!r:.40} is written as one of the pieces is")
+            raise GraphError(f"{at(WHAT)}: the special token {name!r:.40} is spelled like one of the pieces")
     lost = [b for b in range(256) if bytes([b]) not in ordinary]
     if lost:
         raise GraphError(f"{at(WHAT)}: {len(lost)} of the 256 bytes are not pieces, the first is 0x{lost[0]:02x}")
@@ -321,7 +321,7 @@ def _check_merges(merges: object, pieces: Sequence[bytes], ordinary: set[bytes])
                 f"{at(WHAT)}: merges must be pairs of numbers from 0 to {len(pieces) - 1}, got {pair!r:.80}"
             )
         if pieces[parts[0]] + pieces[parts[1]] not in ordinary:
-            raise GraphError(f"{at(WHAT)}: the merge {pair!r:.80} makes no piece")
+            raise GraphError(f"{at(WHAT)}: the merge {pair!r:.80} yields no piece of the vocabulary")
 
 
 def _bytes(text: str) -> bytes:

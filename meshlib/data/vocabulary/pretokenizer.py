@@ -49,7 +49,7 @@ def _check_time(parsed: Any, repeated: str) -> None:
     for op, of in parsed:
         name = str(op)
         if name.startswith("GROUPREF"):
-            raise ValueError("it refers back to a group")
+            raise ValueError("it has a back-reference")
         if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
             least, most, inner = of
             count = f"{{{least},{'' if most == parser.MAXREPEAT else most}}}"
@@ -67,7 +67,7 @@ def _check_time(parsed: Any, repeated: str) -> None:
         elif name in ("SUBPATTERN", "ATOMIC_GROUP", "ASSERT", "ASSERT_NOT", "GROUPREF_EXISTS"):
             _check_time(of if name == "ATOMIC_GROUP" else of[-1], repeated)
     if endless > MOST_ENDLESS:
-        raise ValueError(f"{endless} parts that follow each other are repeated without end, more than {MOST_ENDLESS}")
+        raise ValueError(f"it has {endless} unbounded repeats in a row, more than {MOST_ENDLESS}")
 
 
 def escaped(text: str) -> str:
@@ -101,7 +101,7 @@ def _translated(pattern: str) -> Iterator[str]:
         if pattern[at] == "[" and not inside:
             inside = True
         elif pattern[at] == "[":
-            raise ValueError("classes within classes are not known")
+            raise ValueError("nested character classes are not supported")
         elif pattern[at] == "]":
             inside = False
         yield pattern[at]
@@ -118,7 +118,7 @@ def _class(match: re.Match[str], inside: bool) -> str:
     else:
         return match[0]
     if inside and negated:
-        raise ValueError(f"{match[0]} within a class is not known")
+        raise ValueError(f"{match[0]} within a character class is not supported")
     return members if inside else f"[{'^' if negated else ''}{members}]"
 
 

@@ -113,9 +113,9 @@ def _normal_form(normalizer: object, fail: Fail) -> str | None:
     if isinstance(normalizer, dict) and normalizer.get("type") == "Sequence":
         steps = normalizer.get("normalizers")
     if not isinstance(steps, list) or not all(isinstance(s, dict) and s.get("type") in FORMS for s in steps):
-        fail(f"it has a normalizer, {normalizer!r:.80}; known are {', '.join(FORMS)}")
+        fail(f"it has a normalizer, {normalizer!r:.80}; supported: {', '.join(FORMS)}")
     if len(steps) > 1:
-        fail(f"it has {len(steps)} normalizers; one is known here")
+        fail(f"it has {len(steps)} normalizers, where one is supported")
     return str(steps[0]["type"]) if steps else None
 
 
@@ -184,9 +184,7 @@ def _pieces(vocab: object, names: Mapping[str, int], fail: Fail) -> list[bytes]:
         if text in names:
             continue
         if not text or any(letter not in BYTES for letter in text):
-            fail(
-                f"its token {text!r:.40} is not written in letters of bytes; SentencePiece's vocabularies are not known"
-            )
+            fail(f"its token {text!r:.40} is not in the letters of bytes; SentencePiece vocabularies are not supported")
         pieces[n] = bytes(BYTES[letter] for letter in text)
     return pieces
 

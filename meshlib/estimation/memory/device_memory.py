@@ -164,7 +164,7 @@ class DeviceMemory(Shown):
             return []
         return [
             f"  without padding it takes {exact}: blocks that do not fill tiles of 8 x 128, "
-            "however they lie, take whole ones; split another dim"
+            "in any order of dims, take whole tiles; split another dim"
         ]
 
     def over_time(self, rows: int = 16) -> str:

@@ -99,7 +99,7 @@ class Physics:
             ideal = value == _IDEAL.get(f.name)
             if not (low <= value <= high or ideal):
                 raise GraphError(
-                    f"Physics: {f.name} must lie in [{low:g}, {high:g}] ({f.metadata['unit']}), got {value:g}"
+                    f"Physics: {f.name} must be in [{low:g}, {high:g}] ({f.metadata['unit']}), got {value:g}"
                 )
 
     @staticmethod

@@ -63,7 +63,7 @@ class Faults:
         if not checkpoint_seconds:
             raise GraphError(
                 f"{at(WHAT)}: mean_time_between_failures needs checkpoints; give checkpoint_every, or "
-                "checkpoint_seconds for as many as are best"
+                "checkpoint_seconds, which gives the best interval"
             )
         each = work_seconds / steps
         near = best_segment_seconds(checkpoint_seconds, self.mean_seconds) / each if each else steps
@@ -71,7 +71,7 @@ class Faults:
         return min(candidates, key=lambda n: self._seconds(steps, work_seconds, n, checkpoint_seconds))
 
     def cost(self, steps: int, work_seconds: float, checkpoints: int, checkpoint_seconds: float) -> Failures:
-        """Cost of failures in a run of so many steps and checkpoints.
+        """Cost of failures in a run of this many steps and checkpoints.
 
         Args:
           work_seconds: duration of the run without failures and checkpoints.

@@ -212,7 +212,7 @@ def sizes_of(program: Program) -> tuple[int | None, int | None]:
 
 
 def evaluation_steps(evaluation: Estimate, examples: object) -> int:
-    """Evaluation steps for so many examples, the last one padded."""
+    """Evaluation steps for this many examples, the last one padded."""
     count = whole(examples, WHAT, "evaluation_examples", 1)
     batch, _ = sizes_of(evaluation.program)
     if batch is None:
@@ -248,5 +248,5 @@ def _steps(
 
 
 def _times(steps: int, interval: object, argument: str) -> int:
-    """Occurrences of an event every so many steps and at the end."""
+    """Occurrences of an event every `every` steps and at the end."""
     return 1 if interval is None else ceil(steps / whole(interval, WHAT, argument, low=1))

@@ -53,7 +53,7 @@ class ExpertLoad:
         )
 
     def shares(self, experts: int) -> np.ndarray[Any, Any]:
-        """Share of all choices for each of so many experts.
+        """Share of all choices for each of this many experts.
 
         >>> ExpertLoad(2.0).shares(4).round(3).tolist(), ExpertLoad(counts=(3.0, 1.0)).shares(2).tolist()
         ([0.148, 0.5, 0.272, 0.08], [0.75, 0.25])

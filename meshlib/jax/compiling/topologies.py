@@ -42,16 +42,16 @@ def topology_of(slice_: Slice) -> Topology:
     chip = slice_.chip
     if slice_.failed or slice_.failed_links:
         raise SliceError(
-            f"compile_for: the compiler's topologies have no name for {slice_.name!r}: take {slice_.single.name}"
+            f"compile_for: the compiler's topologies have no name for {slice_.name!r}: use {slice_.single.name}"
         )
     if not chip.compiler_name or chip != Slice(f"{chip.name}-{'x'.join(map(str, slice_.torus_shape))}").chip:
         raise SliceError(
             f"compile_for: the TPU compiler knows {', '.join(c.name for c in CHIPS.values() if c.compiler_name)}, "
-            f"not chip {chip.name!r} as it is given"
+            f"not chip {chip.name!r} with these figures"
         )
     if slice_.twisted:
         raise SliceError(
-            f"compile_for: slice {slice_.name!r} is twisted; the compiler's topologies have no name for that: "
+            f"compile_for: slice {slice_.name!r} is twisted, for which the compiler's topologies have no name: "
             "leave out '_twisted'"
         )
     options: dict[str, Any] = {"chip_config_name": chip.compiler_config} if chip.compiler_config else {}

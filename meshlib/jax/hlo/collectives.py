@@ -115,7 +115,7 @@ def _between(
 ) -> HloCollective:  # fmt: skip
     """A collective between slices, whose groups are the devices at the same position of each slice."""
     if transfer not in BETWEEN:
-        raise ProgramError(f"explain: a transfer between slices of a kind that is not known: {transfer}")
+        raise ProgramError(f"explain: a transfer between slices of an unknown kind: {transfer}")
     kind = BETWEEN[transfer]
     groups = tuple(tuple(d + s * module.devices for s in range(slices)) for d in range(module.devices))
     if kind.permutes:

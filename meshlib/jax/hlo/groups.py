@@ -47,7 +47,7 @@ class PartOfAxis:
 def replica_groups(attributes: str, devices: int) -> Groups:
     """The device groups of a collective other than a permute.
 
-    Raises: ProgramError for a notation that is not known here, instead of counting nothing.
+    Raises: ProgramError for an unknown notation, instead of counting nothing.
 
     >>> replica_groups(", replica_groups=[2,2]<=[2,2]T(1,0), ...", 4)
     ((0, 2), (1, 3))
@@ -67,7 +67,7 @@ def replica_groups(attributes: str, devices: int) -> Groups:
     if named is not None:
         return _of_mesh(named[1], named[2], named[3])
     begin = attributes.find("replica_groups")
-    raise ProgramError(f"explain: replica groups in a notation that is not known: {attributes[max(begin, 0) :][:120]}")
+    raise ProgramError(f"explain: replica groups in an unknown notation: {attributes[max(begin, 0) :][:120]}")
 
 
 def permute_pairs(attributes: str) -> Groups:
@@ -180,7 +180,7 @@ def _device_order(order: str) -> np.ndarray:
     """Numbers of the devices of a mesh: a list, or an iota."""
     match = _ORDER.search(order)
     if match is None:
-        raise ProgramError(f"explain: device order in a notation that is not known: {order[:80]}")
+        raise ProgramError(f"explain: device order in an unknown notation: {order[:80]}")
     listed = not match[2] and not match[3]
     return np.array(_integers(match[1])) if listed else _iota(match[2] or match[1], match[3])
 

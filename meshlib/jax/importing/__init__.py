@@ -151,7 +151,7 @@ def from_jax(
 
 def _half(given: object) -> str:
     if given not in (None, "bfloat16"):
-        raise GraphError(f"{at(WHAT)}: float16 may be taken for 'bfloat16', not for {given!r:.40}")
+        raise GraphError(f"{at(WHAT)}: float16 must be 'bfloat16' or left out, got {given!r:.40}")
     return "float16" if given is None else "bfloat16"
 
 

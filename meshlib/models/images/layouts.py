@@ -78,7 +78,7 @@ def _rules(part: str, axis: str, config: Splittable, mesh: Mesh) -> list[str]:
         faults = [f"{dim}: {n} % {size} = {n % size}" for dim, n in config.split_dims.items() if n % size]
         if faults:
             raise LayoutError(
-                f"{at('image_layout')}: {config.name} does not divide over axis '{axis}': {'; '.join(faults)}; take a "
+                f"{at('image_layout')}: {config.name} does not divide over axis '{axis}': {'; '.join(faults)}; use a "
                 "smaller axis"
             )
         return [f"{dim}:{axis}" for dim in config.split_dims]
@@ -90,7 +90,7 @@ def _rules(part: str, axis: str, config: Splittable, mesh: Mesh) -> list[str]:
         if config.spatial_split % size:
             raise LayoutError(
                 f"{at('image_layout')}: {config.name} is made for {config.spatial_split} parts of '{dim}', not for the "
-                f"{size} of axis '{along}': take a smaller axis, or a ResNet with replace(spatial_split={size})"
+                f"{size} of axis '{along}': use a smaller axis, or a ResNet with replace(spatial_split={size})"
             )
         rules.append(f"{dim}:{along}")
     return rules

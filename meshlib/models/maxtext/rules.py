@@ -229,5 +229,5 @@ def _check_heads(
             key = f"ici_{PARTS[over[0]]}_parallelism"
             s.fail(
                 key, f"{held} heads of keys and values don't divide over {'+'.join(over)}: {held} % {parts} = "
-                f"{held % parts}; take a size that divides {held}", sizes[over[0]],
+                f"{held % parts}; use a size that divides {held}", sizes[over[0]],
             )  # fmt: skip

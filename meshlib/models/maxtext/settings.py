@@ -334,7 +334,7 @@ def _yaml(text: str, where: str) -> Any:
             keys = [str(key.value) for key, _ in node.value]
             twice = next((key for n, key in enumerate(keys) if key in keys[:n]), None)
             if twice is not None:
-                raise GraphError(f"{WHAT}: {where}:{node.start_mark.line + 1}: key {twice!r:.60} is there twice")
+                raise GraphError(f"{WHAT}: {where}:{node.start_mark.line + 1}: key {twice!r:.60} occurs twice")
             return super().construct_mapping(node, deep)
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, [*"-+0123456789."])

@@ -80,7 +80,7 @@ def _partly_expressed(s: Settings) -> list[Unread]:
         note("remat_policy", "quantised operands are kept, too; computed again here")
     chunk = s["chunk_attn_window_size"]
     if chunk and chunk < s.size("max_target_length"):
-        note("chunk_attn_window_size", "three of four layers see chunks of so many tokens; all tokens here")
+        note("chunk_attn_window_size", "three of four layers see chunks of this many tokens; all tokens here")
     for key in ("ici_sequence_parallelism", "dcn_sequence_parallelism"):
         if s[key] != 1 and "sequence" not in s["mesh_axes"]:
             note(key, "mesh_axes has no axis 'sequence', so MaxText ignores it")

@@ -99,7 +99,7 @@ class Remat:
         flag(self.offload_carries, "Remat", "offload_carries")
         both = sorted({*self.save} & {*self.offload})
         if both:
-            raise GraphError(f"{at('Remat')}: '{both[0]}' is in save and in offload; take it out of one")
+            raise GraphError(f"{at('Remat')}: '{both[0]}' is in both save and offload; remove it from one")
 
 
 @dataclass(eq=False)

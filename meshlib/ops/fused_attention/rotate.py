@@ -22,7 +22,7 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
     if not x.dtype.is_wide_float:
         raise ShapeError(f"needs a float operand, got {x.dtype.name}; cast it with mtf.cast")
     if d.size % 2:
-        raise ShapeError(f"dim {d} has no two halves: {d.size} is odd")
+        raise ShapeError(f"dim {d} can't be cut into halves: {d.size} is odd")
     return x
 
 

@@ -361,7 +361,7 @@ def _group_faults(
     if channels.size % groups or any(d.size % groups for d in channels_out if groups > 1):
         both = (channels, *channels_out)
         fitting = divisors_near(gcd(*(d.size for d in both)), groups)
-        faults.append(f"{groups} groups do not divide the channels {' and '.join(map(str, both))}; take {fitting}")
+        faults.append(f"{groups} groups do not divide the channels {' and '.join(map(str, both))}; use {fitting}")
     elif of_filters * groups != channels.size:
         needed = f"{channels.size} / {groups} groups = {channels.size // groups}" if groups > 1 else str(channels.size)
         faults.append(f"filters have {of_filters} of the channels '{channels.name}', but need {needed}")

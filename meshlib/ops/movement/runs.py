@@ -52,7 +52,7 @@ def _slice_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> Ten
     d = x.shape.dim(attrs["dim"])
     begin, size = attrs["begin"], attrs["size"]
     if not 0 <= begin < begin + size <= d.size:
-        raise ShapeError(f"slice [{begin}, {begin + size}) of dim '{d.name}' lies outside its {d.size} elements")
+        raise ShapeError(f"slice [{begin}, {begin + size}) of dim '{d.name}' is outside its {d.size} elements")
     return TensorType(x.shape.resize(d.name, size), x.dtype)
 
 

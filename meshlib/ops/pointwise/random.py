@@ -82,7 +82,7 @@ def random_uniform(
     dtype: object = "float32",
     name: str | None = None,
 ) -> Tensor:
-    """Uniform numbers in [minval, maxval), drawn anew at each step; the same under every layout.
+    """Uniform numbers in [minval, maxval), drawn afresh at each step; the same under every layout.
 
     Threefry-2x32 keyed by (seed, scoped name of the operation, step), counted by global position.
     Example:
@@ -105,7 +105,7 @@ def random_normal(
     dtype: object = "float32",
     name: str | None = None,
 ) -> Tensor:
-    """Normal numbers with `mean` and `stddev`, drawn anew at each step; the same under every layout.
+    """Normal numbers with `mean` and `stddev`, drawn afresh at each step; the same under every layout.
 
     Example:
       >>> import meshlib as mtf

@@ -96,7 +96,7 @@ def decode_boxes(codes: ArrayLike, anchors: ArrayLike, image: tuple[int, int] | 
     given, base = np.asarray(codes, np.float64), as_boxes(anchors, what, "anchors")
     if given.shape != base.shape:
         raise ShapeError(
-            f"{at(what)}: codes must be of shape {list(base.shape)}, as the anchors, got {list(given.shape)}"
+            f"{at(what)}: codes must have the shape of the anchors, {list(base.shape)}, got {list(given.shape)}"
         )
     base_sizes = base[:, 2:] - base[:, :2]
     centres = base[:, :2] + base_sizes / 2 + given[:, :2] * base_sizes

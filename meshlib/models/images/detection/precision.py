@@ -89,7 +89,7 @@ def average_precision(found: Sequence[Objects], true: Sequence[Objects], kind: i
     what = "average_precision"
     least = number(iou, what, "iou")
     if len(found) != len(true):
-        raise ShapeError(f"{at(what)}: found objects of {len(found)} images, but true ones of {len(true)}")
+        raise ShapeError(f"{at(what)}: detected objects of {len(found)} images, but true objects of {len(true)}")
     count = sum(int((t.classes == kind).sum()) for t in true)
     if not count:
         return float("nan")
