@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -41,8 +42,8 @@ def each(names: str, rows: Mapping[str, object] | Sequence[object], parts: int =
     test of its own, whose id is the name of the row: see `parametrize_rows`.
     """
     filled = [name.strip() for name in names.split(",")]
-    named = rows.items() if isinstance(rows, Mapping) else ((str(row), row) for row in rows)
-    table = [(" ".join(map(str, key)) if isinstance(key, tuple) else str(key), row) for key, row in named]
+    named = rows.items() if isinstance(rows, Mapping) else ((row, row) for row in rows)
+    table = [(_row_name(key), row) for key, row in named]
 
     def decorated(check: Check) -> Check:
         def run(rows: slice, **fixtures: object) -> None:
@@ -70,6 +71,11 @@ def each(names: str, rows: Mapping[str, object] | Sequence[object], parts: int =
         return run
 
     return decorated
+
+
+def _row_name(key: object) -> str:
+    """The name of a row, the same in every process: without addresses of functions."""
+    return re.sub(r" at 0x[0-9a-f]+", "", " ".join(map(str, key)) if isinstance(key, tuple) else str(key))
 
 
 def parametrize_rows(metafunc: pytest.Metafunc) -> None:

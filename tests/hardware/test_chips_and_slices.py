@@ -26,6 +26,10 @@ PUBLISHED_PEAKS = {
 CHIPS_FILE = reference.load("chips.json")
 
 
+def test_every_chip_has_a_published_peak():
+    assert {*PUBLISHED_PEAKS, "v1"} == {*CHIPS}  # v1 has integers alone
+
+
 @pytest.mark.parametrize("name", PUBLISHED_PEAKS)
 def test_peak(name):
     assert CHIPS[name].peak_flops("bf16") == pytest.approx(PUBLISHED_PEAKS[name], rel=0.021)
@@ -34,7 +38,7 @@ def test_peak(name):
 @pytest.mark.parametrize("name", CHIPS)
 def test_geometry_times_clock_is_the_peak_up_to_v5p(name):
     chip = CHIPS[name]
-    factor = 2 if name in ("v6e", "v7") else 1  # two published arrays make half of the published peak
+    factor = 2 if chip.year >= CHIPS["v6e"].year else 1  # two published arrays make half of the published peak
     assert chip.mxu_clock_hz == pytest.approx(factor * chip.clock_hz, rel=0.005)
 
 
@@ -54,7 +58,9 @@ def number(entry):
 
 @pytest.mark.parametrize("name", PUBLISHED_PEAKS)
 def test_figures_agree_with_the_reference(name):
-    entry = {e["chip"]: e for e in reference.need(CHIPS_FILE, "chips.json")["chips"]}[name]
+    entry = {e["chip"]: e for e in reference.need(CHIPS_FILE, "chips.json")["chips"]}.get(name)
+    if entry is None:
+        pytest.skip("newer than the reference")
     chip = CHIPS[name]
     assert chip.peak_flops("bf16") == number(entry["peak_bf16_tflops_chip"]) * 1e12
     assert chip.cores_per_chip == number(entry["cores_per_chip"])
@@ -326,8 +332,8 @@ def test_bad_tables_and_lookups():
         chip_from_table(None)
     with pytest.raises(HardwareError, match="sources must be a table"):
         chip_from_table({**OWN, "sources": 3})
-    with pytest.raises(HardwareError, match="unknown chip 'v8'"):
-        get_chip("v8")
+    with pytest.raises(HardwareError, match="unknown chip 'v0'"):
+        get_chip("v0")
     with pytest.raises(HardwareError, match="named by a string"):
         get_chip(3)
     with pytest.raises(HardwareError, match="no figure 'clock'"):

@@ -68,8 +68,7 @@ def test_large_matmuls_reach_their_share_of_the_peak(name):
     chip = CHIPS[name]
     product = Matmul(8192, 8192, 8192)
     reached = product.flops / core.matmul_seconds(chip, product) * chip.devices_per_chip
-    low, high = {"v6e": (0.9, 0.92), "v7": (0.81, 0.83)}.get(name, (0.95, 0.97))  # as measured
-    assert low < reached / chip.peak_flops() < high
+    assert reached / chip.peak_flops() == pytest.approx(chip.mxu_efficiency, abs=0.01)  # as measured
 
 
 def test_narrow_types_and_passes():

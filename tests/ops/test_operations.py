@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -20,6 +21,7 @@ from meshlib.core.errors import LayoutError
 from meshlib.core.graph import Operation, Tensor
 from meshlib.core.opdef import ON_MXU, OPERATIONS, RESIDENT, Kind, OpDef, Storage, Work, operation
 from meshlib.lowering.assigned import is_inner
+from meshlib.ops.pointwise import activations
 from meshlib.program.analysis.work import local_work
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
 from meshlib.program.records import Program
@@ -146,6 +148,8 @@ def result(out: Mapping[str, Array]) -> Array:
 
 def test_table_covers_every_operation() -> None:
     assert {c.op for c in CASES} == set(OPERATIONS)
+    public = {name for name, f in vars(activations).items() if inspect.isfunction(f) and hasattr(mtf, name)}
+    assert public <= {c.op for c in CASES} | {c.variant.replace(" ", "_") for c in CASES}  # composed: as variants
 
 
 @each("record", OPERATIONS)

@@ -106,8 +106,10 @@ def _rows(est: Estimate, limit: int | None) -> list[str]:
     shown = order if limit is None else order[:limit]
     head = ("operation", "kind", "phase", "count", "each*", "total*", "share*", "bound*", "util*", "flops",
             "HBM or sent", "line")  # fmt: skip
+    right = [head.index(name) for name in ("count", "each*", "total*", "share*", "util*", "flops", "HBM or sent")]
+    spare = [head.index(name) for name in ("flops", "HBM or sent", "util*", "kind", "each*", "phase")]
     cells = [head, *(_cells(est, group, forward) for group in shown)]
-    lines = grid(cells, right=(3, 4, 5, 6, 8, 9, 10), spare=(9, 10, 8, 1, 4, 2))
+    lines = grid(cells, right, spare)
     rest = order[len(shown) :]
     if rest:
         total = sum(r.total_seconds for group in rest for r in group)

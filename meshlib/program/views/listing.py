@@ -93,9 +93,6 @@ def _line(i: Instruction, names: dict[Value, str], width: int) -> str:
     return f"{results} = {text}  [{local} a core, group {i.group}]  ({i.operation.source})"
 
 
-FIGURES = (0, 1, 2, 4, 5, 6, 7)  # columns of the table of collectives without long names
-
-
 def collectives_table(collectives: Sequence[Collective]) -> str:
     """The collectives as a table, with reasons; bytes are exact.
 
@@ -135,10 +132,11 @@ def collectives_table(collectives: Sequence[Collective]) -> str:
         first, *shown = grid([head, *rows])
     stacked = too_wide([first, *shown])
     if stacked:  # long names go below the figures
-        first, *shown = grid([tuple(row[n] for n in FIGURES) for row in (head, *rows)])
+        figures = [n for n, name in enumerate(head) if name not in ("of", "line")]
+        first, *shown = grid([[row[n] for n in figures] for row in (head, *rows)])
     lines = [first]
-    for group, row, cells in zip(groups, shown, rows, strict=True):
-        lines += [row, f"    of {cells[3]}, {cells[8]}"] if stacked else [row]
+    for group, row in zip(groups, shown, strict=True):
+        lines += [row, f"    of {times_text(group[0].tensor, len(group))}, {group[0].source}"] if stacked else [row]
         lines += [f"    because {group[0].reason}", f"    avoid: {group[0].avoid}"]
     launches = len({c.launch for c in collectives})
     total = bytes_text(sum(c.sent_bytes * c.count for c in collectives))
