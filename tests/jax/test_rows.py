@@ -18,6 +18,7 @@ import meshlib as mtf
 from layouts import Shape
 from meshlib.core.graph import Operation
 from meshlib.core.opdef import OPERATIONS
+from meshlib.jax import step
 from meshlib.jax.table import ROWS
 from tests.cases import CASES, Array, Case
 from tests.effort import deep
@@ -143,3 +144,23 @@ def test_rows_equal_the_simulator(dtype: str, capsys: pytest.CaptureFixture[str]
 
 def test_a_run_is_written_at_one_place_as_at_several() -> None:
     compared(Layout((("p", 2),), ()), [case for case in CASES if case.op == "update_slice"][:2], "float32")
+
+
+@pytest.mark.parametrize(("dtype", "given"), [("bfloat16", "bf16"), ("float32", "f32")])
+def test_convolutions_are_of_dtypes_that_gpus_have(dtype: str, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN returns bfloat16 for bfloat16; what the compiler would otherwise run takes ten times as long."""
+    monkeypatch.setattr(step, "platform_of", lambda mesh: "gpu")
+    n, height, width, c, d = (mtf.Dimension(*d) for d in (("n", 2), ("h", 6), ("w", 5), ("c", 8), ("d", 4)))
+    taps = [mtf.Dimension("a", 3), mtf.Dimension("b", 3)]
+    with mtf.Graph():
+        x = mtf.input("x", [n, height, width, c], dtype)
+        y = mtf.conv2d(x, mtf.input("f", [*taps, c, d], dtype))
+        program = mtf.lower({"y": y})
+    rng = np.random.default_rng(0)
+    feeds = {name: rng.normal(size=v.tensor.shape.sizes).astype(np.float32) for name, v in program.inputs.items()}
+    run = mtf.on_jax(program, checked=False)
+    (line,) = [line for line in str(run.compiled().lowered().as_text()).splitlines() if "stablehlo.convolution" in line]
+    assert line.count(f"x{given}>") == 3
+    assert "HIGHEST" not in line
+    values, wanted = (np.asarray(on.step(feeds)["y"], np.float32) for on in (run, mtf.simulate(program)))
+    assert np.abs(values - wanted).max() <= TOLERANCE * np.abs(wanted).max()

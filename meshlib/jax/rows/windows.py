@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshlib.core.dtypes import DType
+from meshlib.core.dtypes import BFLOAT16, DType
 from meshlib.core.opdef import Halo
 from meshlib.jax.context import Array, Index
 from meshlib.jax.rows.products import operand
-from meshlib.jax.table import Names, RowContext, aligned, row, stored, widened
+from meshlib.jax.table import Names, RowContext, aligned, rounded, row, stored, widened
 from meshlib.ops.images.convolution_kernel import Classes
 from meshlib.ops.images.reduce_window import REACHES, identity
 from meshlib.ops.images.resize import taps_of
@@ -60,6 +60,7 @@ def _convolution(part: RowContext, x: Array, w: Array) -> Array:
         dilations.append(step)
         spreads.append(spread)
     letters = "DHW"[3 - len(windows) :]
+    (x, w), summed, precision = _supported(part, x, w)
     result = lax.conv_general_dilated(
         x,
         jnp.flip(w, flipped) if flipped else w,
@@ -69,12 +70,26 @@ def _convolution(part: RowContext, x: Array, w: Array) -> Array:
         dilations,
         (f"N{letters}C", f"{letters}IO", f"N{letters}C"),
         _merged(sizes, dims.group),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float64 if x.dtype == jnp.float64 else jnp.float32,
+        precision=precision,
+        preferred_element_type=summed,
     )
     order = (*dims.rows, *dims.outputs, *dims.group, *dims.columns)
     out = part.out.shape
     return aligned(result.reshape([out.dim(n).size for n in order]), order, out.names)
+
+
+def _supported(part: RowContext, x: Array, w: Array) -> tuple[tuple[Array, Array], Any, lax.Precision]:
+    """(operands, dtype of the sums, precision) of a convolution that the platform's library has.
+
+    cuDNN and MIOpen return bfloat16 for bfloat16, summed in float32. Where float32 is asked for, rounded operands are
+    widened: TF32 holds bfloat16 exactly.
+    """
+    summed = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    if part.context.platform not in ("gpu", "rocm") or x.dtype.itemsize >= 4:
+        return (x, w), summed, lax.Precision.HIGHEST
+    if x.dtype == w.dtype == jnp.bfloat16 and part.out.dtype is BFLOAT16:
+        return (x, w), jnp.bfloat16, lax.Precision.DEFAULT
+    return (rounded(widened(x)), rounded(widened(w))), summed, lax.Precision.DEFAULT
 
 
 def _merged(sizes: dict[str, int], names: Names) -> int:
