@@ -53,7 +53,7 @@ def build(args: argparse.Namespace) -> tuple[mtf.Program, mtf.Program]:
 
 
 def right(outputs: dict[str, np.ndarray], batch: dict[str, np.ndarray]) -> dict[str, float]:
-    """How many answers are right; the mask does not count the images that fill the last batch up."""
+    """The number of correct answers; images that pad the last batch do not count."""
     found = batch["mask"] @ (outputs["logits"].argmax(axis=1) == batch["labels"])
     return {"accuracy": float(found), "count": float(batch["mask"].sum())}
 

@@ -257,7 +257,7 @@ class Chip:
         return tuple(f for f in _FIELDS if any(word in dict(self.sources).get(f, "") for word in _UNSURE))
 
     def source(self, name: str) -> str:
-        """Where the figure `name` comes from; "not given" for a chip of your own without sources."""
+        """The source of the figure `name`; "not given" for a chip of your own without sources."""
         if not isinstance(name, str) or name not in _FIELDS:
             raise HardwareError(f"a chip has no figure {name!r:.80}{_nearest(name, _FIELDS)}")
         return dict(self.sources).get(name, "not given")

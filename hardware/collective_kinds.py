@@ -40,7 +40,7 @@ class Phase(Enum):
 
     @property
     def is_staged(self) -> bool:
-        """Whether all nodes send blocks at once, along one axis after the other."""
+        """True if all nodes send blocks at once, along one axis after the other."""
         return self not in (Phase.SHIFT, Phase.SPREAD)
 
 
@@ -58,12 +58,12 @@ class CollectiveKind:
 
     @property
     def is_staged(self) -> bool:
-        """Whether all nodes send blocks at once, along one axis after the other."""
+        """True if all nodes send blocks at once, along one axis after the other."""
         return all(phase.is_staged for phase in self.phases)
 
     @property
     def moves_all(self) -> bool:
-        """Whether all data crosses every level of the network; otherwise each level leaves a part of it to the next."""
+        """True if all data crosses every level of the network; otherwise each level leaves a part of it to the next."""
         return Phase.EXCHANGE in self.phases
 
     @property

@@ -173,7 +173,7 @@ def time_of(chip: Chip | str, work: Work) -> Time:
 
 
 def strength_reduced(chip: Chip, product: Matmul) -> bool:
-    """Whether a matrix-vector product runs as multiply and add on the vector unit because that is faster.
+    """True if a matrix-vector product runs as multiply and add on the vector unit because that is faster.
 
     An array of R rows takes R cycles per tile even for one row, so a matrix-vector product uses 1/R of it.
 

@@ -47,7 +47,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Remains:
-    """What remains in use: the torus of the remaining chips, the chips left out, and the ring of nodes, if any."""
+    """A damaged torus: that of the remaining chips, the chips left out, and the ring of nodes, if any."""
 
     shape: tuple[int, ...]
     wrap: tuple[bool, ...]
@@ -155,7 +155,7 @@ def _link(torus: Torus, a: Coordinates, b: Coordinates) -> int:
 
 
 def _one_cut_for_each_axis(torus: Torus, links: Sequence[int]) -> bool:
-    """Whether all failed links of an axis are at one position of its rings, so that the axis can become a line."""
+    """True if all failed links of an axis are at one position of its rings, so that the axis can become a line."""
     if isinstance(torus, TwistedTorus):
         return False
     cuts: dict[int, set[int]] = {}

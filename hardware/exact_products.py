@@ -171,7 +171,7 @@ def _padded(operands: OperandCache, x: Array, height: int, width: int) -> Array:
 
 
 def _products_are_exact(left: Range | None, right: Range | None) -> bool:
-    """Whether all operands are bfloat16 values, and all products of two of them exact in float32."""
+    """True if all operands are bfloat16 values, and all products of two of them exact in float32."""
     if left is None or right is None:
         return False
     (least, most), (other_least, other_most) = left, right
@@ -194,7 +194,7 @@ def _magnitudes(x: Array) -> Range | None:
 
 @lru_cache(maxsize=1024)
 def _is_exact(panel: Panel, ordered: Ordered) -> bool:
-    """Whether BLAS adds a panel of this shape in order, tested once on values whose sums depend on the order."""
+    """True if BLAS adds a panel of this shape in order, tested once on values whose sums depend on the order."""
     for seed in range(2):
         a, b = (_probe((height, width), seed + n) for n, (height, width) in enumerate(
             ((panel.height, panel.depth), (panel.depth, panel.width))

@@ -20,7 +20,7 @@ from hardware.torus import Coordinates
 
 
 def slices_left(kind: Slice | str, failed: Iterable[Sequence[int]], pod: Slice | str | None = None) -> int:
-    """How many slices of one kind a pod still offers at once.
+    """The number of slices of one kind that a pod still offers at once.
 
     Args:
       kind: the slice, or its name.

@@ -272,7 +272,7 @@ def _route(
 
 
 def _on_distinct_axes(torus: Sequence[_Leg]) -> bool:
-    """Whether parts of the data can take the factors in rotated orders: no two factors share a torus axis."""
+    """True if parts of the data can take the factors in rotated orders: no two factors share a torus axis."""
     return len({leg.factor.place for leg in torus}) == len(torus) > 1
 
 

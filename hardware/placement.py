@@ -110,7 +110,7 @@ class Placement:
         return join(factor for axis in axes for factor in table[axis])
 
     def wraps(self, factor: PlacementFactor) -> bool:
-        """Whether the positions of a factor on a torus axis close to a ring."""
+        """True if the positions of a factor on a torus axis close to a ring."""
         return wraps(self.slice, factor)
 
     def device(self, coordinates: Mapping[str, int]) -> tuple[int, tuple[int, ...], int]:
@@ -153,7 +153,7 @@ class Placement:
 
 
 def wraps(slice_: Slice, factor: PlacementFactor) -> bool:
-    """Whether the positions of a factor on a torus axis of `slice_` close to a ring."""
+    """True if the positions of a factor on a torus axis of `slice_` close to a ring."""
     if factor.place < 0:
         return False
     return slice_.wrap[factor.place] and factor.size * factor.stride == slice_.torus_shape[factor.place]

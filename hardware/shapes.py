@@ -40,7 +40,7 @@ def wrap_of(chip: Chip, shape: tuple[int, ...]) -> tuple[bool, ...]:
 
 
 def is_legal(chip: Chip, shape: tuple[int, ...]) -> bool:
-    """Whether slices of that chip are offered in that shape, in this order of its sides.
+    """True if slices of that chip are offered in that shape, in this order of its sides.
 
     >>> is_legal(CHIPS["v5e"], (16, 8)), is_legal(CHIPS["v5e"], (16, 4))
     (True, False)
@@ -96,7 +96,7 @@ def _cube_shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
 
 
 def _is_box(chip: Chip, sides: tuple[int, ...]) -> bool:
-    """Whether whole cubes form a slice with these sides."""
+    """True if whole cubes form a slice with these sides."""
     longer = tuple(sorted(sides)) in chip.longer_boxes and math.prod(sides) <= math.prod(chip.pod_shape)
     return longer or _within(sides, chip.pod_shape)
 

@@ -268,7 +268,7 @@ class SharedLinks:
         return frozenset(n for n in left if n in started or not any(m < n and self._holds(m, n, left) for m in left))
 
     def _holds(self, earlier: int, later: int, left: dict[int, float]) -> bool:
-        """Whether `later` is queued behind `earlier`: at a place they share, it has no less left to send."""
+        """True if `later` is queued behind `earlier`: at a place they share, it has no less left to send."""
         one, other = self._busy[earlier], self._busy[later]
         return any(
             other[place] * left[later] >= busy * left[earlier] * (1 - ROUNDING)

@@ -139,7 +139,7 @@ class Slice:
 
     @property
     def twistable(self) -> bool:
-        """Whether these chips can also be wired as a twisted torus of this shape.
+        """True if these chips can also be wired as a twisted torus of this shape.
 
         Example:
           >>> Slice("v4-4x4x8").twistable, Slice("v4-4x4x4").twistable, Slice("v7-4x4x8").twistable

@@ -41,7 +41,7 @@ def snakes(axes: tuple[Axis, ...]) -> Path | None:
 
 @lru_cache(maxsize=1024)
 def closes(axes: tuple[Axis, ...]) -> bool:
-    """Whether `snakes` returns a ring, decided from path ends alone.
+    """True if `snakes` returns a ring, decided from path ends alone.
 
     Example:
       >>> closes(((16, False), (20, False), (28, False))), closes(((3, False), (3, False)))

@@ -117,7 +117,7 @@ class Torus:
         return nodes
 
     def closes(self, axis: int, within: Sequence[int]) -> bool:
-        """Whether walks along `axis` return to their start within nodes that differ only along the axes `within`."""
+        """True if walks along `axis` return to their start within nodes that differ only along the axes `within`."""
         return self.wrap[axis] and axis in within
 
     def link(self, node: int, axis: int, step: int) -> int:

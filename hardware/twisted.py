@@ -84,7 +84,7 @@ class TwistedTorus(Torus):
         return self.node(self.normalised(place).tolist())
 
     def closes(self, axis: int, within: Sequence[int]) -> bool:
-        """Whether walks along `axis` stay in a group of nodes that differ only along the axes `within`."""
+        """True if walks along `axis` stay in a group of nodes that differ only along the axes `within`."""
         return axis in self.long_axes or set(self.long_axes) <= set(within)
 
     @property
@@ -116,7 +116,7 @@ class TwistedTorus(Torus):
 
 
 def is_twistable(shape: Sequence[int]) -> bool:
-    """Whether a torus of `shape` has axes of k and of 2k nodes and no others, k >= 2.
+    """True if a torus of `shape` has axes of k and of 2k nodes and no others, k >= 2.
 
     Example:
       >>> is_twistable((4, 4, 8)), is_twistable((4, 8, 8)), is_twistable((4, 4, 4)), is_twistable((4, 8, 16))

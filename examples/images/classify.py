@@ -180,7 +180,7 @@ def grown(name: str, times: float) -> Slice:
 
 
 def run(args: argparse.Namespace) -> None:
-    """What the flags ask for."""
+    """Run the task that the flags select."""
     data = load_images(args.data, args.side, args.seed, args.examples)
     line(f"data: {data.source}")
     if args.predict:

@@ -55,7 +55,7 @@ class Problem:
 
     @cached_property
     def train(self) -> mtf.TextExamples:
-        """Packed: a row holds as many pairs as have room."""
+        """Packed: a row has as many pairs as fit."""
         return mtf.text_to_text(self.verses.train, self.words, self.length, self.length)
 
     @cached_property
@@ -105,7 +105,7 @@ def build(args: argparse.Namespace, problem: Problem, model: mtf.models.Transfor
 
 
 def evaluated(program: mtf.Program, examples: mtf.TextExamples, every: int) -> mtf.Evaluation:
-    """The mean loss of a token of lines; rows that fill the last batch up do not count."""
+    """The mean loss of a token of lines; rows that pad the last batch do not count."""
 
     def measure(outputs: dict[str, np.ndarray], batch: dict[str, np.ndarray]) -> dict[str, float]:
         tokens = int((batch["segment_ids"] > 0).sum())

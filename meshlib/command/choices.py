@@ -15,5 +15,5 @@ OPTIMIZERS = ("adam", "sgd", "none")  # optimizers for JAX functions
 
 
 def is_maxtext(args: argparse.Namespace) -> bool:
-    """Whether a command's program is a MaxText configuration."""
+    """True if a command's program is a MaxText configuration."""
     return str(getattr(args, "program", "")).endswith((".yml", ".yaml"))

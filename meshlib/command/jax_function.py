@@ -175,7 +175,7 @@ def dims_text(graph: Graph) -> str:
 
 
 def _places(graph: Graph) -> dict[Dimension, list[str]]:
-    """Where each dim occurs: axes of arguments, or otherwise the first operation that has it."""
+    """The places in which each dim occurs: axes of arguments, or otherwise the first operation that has it."""
     places: dict[Dimension, list[str]] = {}
     arguments = getattr(graph, "arguments", {})
     for name, argument in arguments.items():

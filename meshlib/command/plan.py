@@ -40,12 +40,12 @@ class PlannedLayout:
 
     @property
     def fits(self) -> bool:
-        """Whether the layout was estimated and fits."""
+        """True if the layout was estimated and fits."""
         return self.est is not None and self.est.fits
 
     @property
     def state_fits(self) -> bool:
-        """Whether variables, slots and gradients alone fit, so that a smaller batch may."""
+        """True if variables, slots and gradients alone fit, so that a smaller batch may."""
         return self.est is None or self.est.memory.state_bytes <= self.est.memory.capacity_bytes
 
     @property

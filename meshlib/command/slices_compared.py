@@ -30,7 +30,7 @@ class _SlicePlan:
 
     @property
     def fits(self) -> bool:
-        """Whether a plan fits."""
+        """True if a plan fits."""
         return bool(self.plans) and self.plans[0].fits
 
     @property

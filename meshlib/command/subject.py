@@ -172,7 +172,7 @@ class Subject:
 
 
 def is_hugging_face(program: str) -> bool:
-    """Whether a program is a config.json, or a folder with one."""
+    """True if a program is a config.json, or a folder with one."""
     return program.endswith(".json") or Path(program, "config.json").is_file()
 
 

@@ -137,7 +137,7 @@ class Compiler:
 # (`hardware.chip_figures`), the remaining half microsecond that of a program. Programs of one operation cannot separate
 # the two: assumed.
 XLA_TPU = Compiler(name="xla-tpu")
-"""What compilers for TPUs do by default, given a program with its collectives: published runs are predicted with it."""
+"""XLA for TPUs with its default options, given a program with its collectives: published runs are predicted with it."""
 GSPMD = Compiler(name="gspmd", partitioner="gspmd")
 """`jax.jit` with sharding annotations, the collectives being the compiler's choice."""
 IDEAL = Compiler(

@@ -83,7 +83,7 @@ class ResolvedGraph:
         self.tensors.update(zip(op.outputs, outputs, strict=True))
 
     def _joins_dims(self, op: Operation, inputs: Sequence[Tensor]) -> bool:
-        """Whether an operation only renames dims that are one dim here, or sorts rows of one sorted run."""
+        """True if an operation only renames dims that are one dim here, or sorts rows of one sorted run."""
         indices = op.opdef.indices
         if indices is None or "dim" not in op.attrs:
             return op.opdef.kind is Kind.VIEW and len(inputs) == 1

@@ -254,7 +254,7 @@ class Estimate(Shown):
 
     @property
     def fits(self) -> bool:
-        """Whether the compiled step fits a device's HBM; `memory.verdict` also distinguishes "tight"."""
+        """True if the compiled step fits a device's HBM; `memory.verdict` also distinguishes "tight"."""
         return self.memory.fits
 
     # ------------------------------------------------------------ money

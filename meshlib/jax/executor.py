@@ -258,7 +258,7 @@ def _spans(
 
 
 def _block_runs(first: int, block: int, count: int, index: Index) -> BlockRuns:
-    """Where the runs of all blocks begin, each a block after the one before."""
+    """The first rows of all blocks' runs, each a block after the one before."""
     return BlockRuns(tuple(first + j * block for j in range(count)), index)
 
 

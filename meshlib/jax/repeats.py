@@ -63,7 +63,7 @@ class Repeats:
 
 
 def _must_repeat(i: Instruction) -> bool:
-    """Whether merging it would be harmful: a collective, or a result that occupies memory."""
+    """True if merging it would be harmful: a collective, or a result that occupies memory."""
     if isinstance(i, Compute):
         return not i.operation.opdef.cheap and i.operation.opdef.kind is not Kind.COPY
     return i.is_collective

@@ -353,7 +353,7 @@ class OnJax(Simulation):
 
 
 def _has_numbers(x: Any) -> bool:
-    """Whether a value is a JAX array other than random keys."""
+    """True if a value is a JAX array other than random keys."""
     return isinstance(x, jax.Array) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
 
 

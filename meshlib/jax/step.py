@@ -87,7 +87,7 @@ class Step:
         self._check_types()
 
     def sharding(self, v: Value) -> NamedSharding:
-        """Where a value is stored: its blocks in the memory of devices or of their hosts."""
+        """The JAX sharding of a value: its blocks in the memory of devices or of their hosts."""
         if v.tensor.on_host and platform_of(self.mesh) != "cpu":  # whose memory is the host's
             return NamedSharding(self.mesh, spec_of(v.sharding), memory_kind="pinned_host")
         return NamedSharding(self.mesh, spec_of(v.sharding))
@@ -126,7 +126,7 @@ class Step:
         return StepResult(outputs, updates, prints, checks)
 
     def has_several(self, count: int) -> bool:
-        """Whether the function for `count` steps is compiled."""
+        """True if the function for `count` steps is compiled."""
         return count in self._several
 
     def several(

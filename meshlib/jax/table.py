@@ -70,7 +70,7 @@ class RowContext:
 
 @dataclass(frozen=True)
 class SplitRow:
-    """How an operation runs along a dim whose blocks exchange summaries: the JAX counterpart of `opdef.Summary`."""
+    """Execution of an operation along a dim whose blocks exchange summaries: the JAX counterpart of `opdef.Summary`."""
 
     summarise: Function
     finish: Function
@@ -79,7 +79,7 @@ class SplitRow:
 
 @dataclass(frozen=True)
 class JaxRow:
-    """How JAX runs an operation on one device's blocks.
+    """JAX's execution of an operation on one device's blocks.
 
     local   (RowContext, *arrays) -> array, or a tuple of them
     native  whether bfloat16 operands come as they are, and not as float32

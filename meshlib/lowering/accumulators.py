@@ -86,7 +86,7 @@ def _gradient(t: Tensor, homes: Homes) -> Destination | None:
 
 
 def _passes(op: Operation, n: int) -> bool:
-    """Whether an operation only casts, moves, masks or scales operand `n`, or adds to it, up to rounding."""
+    """True if an operation only casts, moves, masks or scales operand `n`, or adds to it, up to rounding."""
     linear = n in op.opdef.linear(op).operands or op.opdef.home is Home.OPERAND
     return linear and op.opdef.kind in _KEEPS_DIMS and set(op.inputs[n].shape) <= set(op.output.shape)
 
@@ -130,7 +130,7 @@ def _term(add: Operation, carry: Tensor, end: Tensor) -> Tensor | None:
 
 
 def _adds_in_branch(op: Operation, carry: Tensor, end: Tensor) -> bool:
-    """Whether a branch's only use of an outer carry is to add to it."""
+    """True if a branch's only use of an outer carry is to add to it."""
     assert op.loop is not None
     number = op.outputs.index(end)
     if number >= op.loop.carries or op.inputs[number] is not carry:

@@ -151,7 +151,7 @@ class Algebra:
         return product if inside or list(product.powers.values()) in ([], [1]) else whole
 
     def _is_available(self, op: Operation, region: str) -> bool:
-        """Whether all operands of an operation are available in a region anyway."""
+        """True if all operands of an operation are available in a region anyway."""
         return op.region == region or all(
             x.operation.region == region
             or x.operation.opdef.kind in RESIDENT

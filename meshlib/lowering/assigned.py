@@ -74,7 +74,7 @@ class Homes:
         return self.traits(t).scope
 
     def traits(self, t: Tensor) -> Traits:
-        """What determines a tensor's assigned sharding, apart from the layout."""
+        """Everything but the layout that determines a tensor's assigned sharding."""
         traits = self.known_traits.get(t)
         if traits is None:
             traits = self.known_traits[t] = Traits(scope_of(t), is_weight(t), is_inner(t))
@@ -109,7 +109,7 @@ class Homes:
 
 
 def is_weight(t: Tensor) -> bool:
-    """Whether a tensor is a variable other than an optimizer slot, or a cast of one."""
+    """True if a tensor is a variable other than an optimizer slot, or a cast of one."""
     op = _outermost(t).operation
     if op.opdef.home is Home.OPERAND:
         return is_weight(op.inputs[0])
@@ -134,7 +134,7 @@ def scope_of(t: Tensor) -> str:
 
 
 def is_constrained(t: Tensor, rules: LayoutRules) -> bool:
-    """Whether a constraint determines a tensor's sharding: its own, or that of a tensor it renames or transposes.
+    """True if a constraint determines a tensor's sharding: its own, or that of a tensor it renames or transposes.
 
     A new dim name with a rule of its own is meant to be sharded differently.
     """
@@ -148,7 +148,7 @@ def is_constrained(t: Tensor, rules: LayoutRules) -> bool:
 
 
 def _only_renames(op: Operation) -> bool:
-    """Whether an operation only renames or reorders its operand's dims."""
+    """True if an operation only renames or reorders its operand's dims."""
     if op.opdef.kind is not Kind.VIEW or len(op.inputs[0].shape) != len(op.output.shape):
         return False
     x, alone = op.inputs[0].shape, [f for f in op.opdef.roles(op) if f.role is Role.PARALLEL]
@@ -191,7 +191,7 @@ class Subjects:
 
     @staticmethod
     def _follows(op: Operation) -> bool:
-        """Whether a constraint propagates to an operation's result: not if a rule names a new dim of it."""
+        """True if a constraint propagates to an operation's result: not if a rule names a new dim of it."""
         return is_constrained(op.output, NO_RULES)
 
     def judged(self, rules: LayoutRules, mesh: Mesh) -> tuple[list[Entry], list[Entry]]:
@@ -286,7 +286,7 @@ def _label(op: Operation, y: Tensor) -> str:
 
 
 def is_inner(t: Tensor) -> bool:
-    """Whether a tensor is internal to the library: no variable, no input, and not bound."""
+    """True if a tensor is internal to the library: no variable, no input, and not bound."""
     op = t.operation
     resident = op.opdef.kind is Kind.VARIABLE or (op.opdef.kind is Kind.INPUT and op.graph.parent is None)
     return op in op.graph.inner and not resident and t not in op.graph.gradient_of

@@ -14,7 +14,7 @@ from meshlib.lowering.simplification import Simplified
 
 
 class Binding(enum.Enum):
-    """Whether a result is resharded to its assigned sharding at once."""
+    """True if a result is resharded to its assigned sharding at once."""
 
     ALWAYS = "always"
     IF_LARGER = "if larger"  # it must not take more memory than assigned until it is used
@@ -62,7 +62,7 @@ def stored(made: Sharding, home: Sharding) -> Sharding:
 
 
 def _is_linear(op: Operation, n: int) -> bool:
-    """Whether an operation is linear in operand `n`, up to rounding."""
+    """True if an operation is linear in operand `n`, up to rounding."""
     return n in op.opdef.linear(op).operands or op.opdef.home is Home.OPERAND
 
 

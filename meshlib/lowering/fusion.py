@@ -151,7 +151,7 @@ def _totals(group: Sequence[Instruction]) -> set[Value]:
 
 
 def _broadcasts_totals(group: Sequence[Instruction], totals: set[Value]) -> bool:
-    """Whether a group broadcasts its totals, and so reads the summed values a second time."""
+    """True if a group broadcasts its totals, and so reads the summed values a second time."""
     largest = max((y.local_size for i in group if not keeps_rows(i) for y in i.outputs), default=0)
     return any(y in totals and y.local_size > largest for i in group for y in i.outputs)
 

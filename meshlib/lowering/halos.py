@@ -126,7 +126,7 @@ class _Widening:
         return self.factors[i]
 
     def _uniform(self, i: Compute) -> bool:
-        """Whether every block of a shift or window needs the same margins."""
+        """True if every block of a shift or window needs the same margins."""
         split, factors = _split(i), self.factors_of(i)
         if not any(f.name in split and f.role in RUNS for f in factors):
             return False
@@ -166,7 +166,7 @@ class _Widening:
         return -1 if maker is None else self.places[maker]
 
     def _can_be_wide(self, v: Value, region: str) -> bool:
-        """Whether a value can be computed with margins, and all its users belong to the same region and accept them."""
+        """True if a value can be computed with margins, and all its users belong to the same region and accept them."""
         maker = self.makers.get(v)
         if maker is None or v in self.pinned or maker.region != region or len(maker.outputs) > 1:
             return False

@@ -139,7 +139,7 @@ class Loops:
         return destination(y, self.graph, self.homes, self.fetched)
 
     def _is_accumulated(self, y: Tensor) -> bool:
-        """Whether a result becomes part of an enclosing loop's accumulator."""
+        """True if a result becomes part of an enclosing loop's accumulator."""
         there = self._destination(y)
         return there is not None and there.accumulator is not None
 

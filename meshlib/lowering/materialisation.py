@@ -124,12 +124,12 @@ def axes_price(axes: Iterable[str], prices: Prices) -> float:
 
 
 def has_stray_axis(s: Sharding, ends: Iterable[Sharding]) -> bool:
-    """Whether a sharding has an axis on a dim where none of `ends` has it, which no user would choose (rule 2)."""
+    """True if a sharding has an axis on a dim where none of `ends` has it, which no user would choose (rule 2)."""
     return any(not any(a in end.axes[d] for end in ends) for d, entry in enumerate(s.axes) for a in entry)
 
 
 def can_become(source: Sharding, target: Sharding) -> bool:
-    """Whether a reshard exists: a reduced maximum cannot become pending again, a sum can."""
+    """True if a reshard exists: a reduced maximum cannot become pending again, a sum can."""
     return (
         not target.pending
         or set(target.pending) <= set(source.pending)

@@ -159,7 +159,7 @@ class Lowering:
         return best
 
     def _is_better(self, other: Program, than: Program) -> bool:
-        """Whether another program sends less at the balance's prices, also counting work, for little more memory."""
+        """True if another program sends less at the balance's prices, also counting work, for little more memory."""
         if other.memory.peak_bytes > than.memory.peak_bytes * MOST_MEMORY:
             return False
         sent, before = self._priced(other), self._priced(than)

@@ -153,7 +153,7 @@ def _device_bytes(v: Value) -> int:
 
 
 def _hides(i: Instruction) -> bool:
-    """Whether an instruction computes long enough to hide a collective."""
+    """True if an instruction computes long enough to hide a collective."""
     return isinstance(i, Loop) or _computes(i, (Kind.CONTRACTION,))
 
 
@@ -179,12 +179,12 @@ def order_and_fuse(program: Program) -> Program:
 
 
 def _is_recomputed(group: Group) -> bool:
-    """Whether the group is a recomputation in the backward pass."""
+    """True if the group is a recomputation in the backward pass."""
     return all(i.operation in i.operation.graph.again for i in group)
 
 
 def _is_from_host(group: Group) -> bool:
-    """Whether the group copies values from host memory."""
+    """True if the group copies values from host memory."""
     return all(i.operation.opdef.kind is Kind.COPY and not i.outputs[0].tensor.on_host for i in group)
 
 

@@ -131,7 +131,7 @@ class Places:
         return list(slices)
 
     def _is_slice(self, t: Tensor, s: Sharding, copies: Sequence[Sharding]) -> bool:
-        """Whether `s` can be sliced from one of these copies without communication."""
+        """True if `s` can be sliced from one of these copies without communication."""
         return any(self._cost(t, at, s) == 0 for at in copies)
 
     def _create_before(self, t: Tensor, wanted: Sharding, region: str) -> Sequence[Sharding]:

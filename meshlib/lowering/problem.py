@@ -125,7 +125,7 @@ class Problem:
         self.at_home.update(assigned)
 
     def _home_choice(self, op: Operation) -> Choice | None:
-        """How an operation computes its assigned sharding block by block; None if it cannot."""
+        """The choice that computes an operation's assigned sharding block by block; None if there is none."""
         signature, home = self.signatures.of(op), self.homes.of(op.output)
         known = self.prices.home_choices
         if (signature, home) not in known:
@@ -133,14 +133,14 @@ class Problem:
         return known[signature, home]
 
     def _is_at_home(self, x: Tensor, assigned: Mapping[Operation, Choice]) -> bool:
-        """Whether a tensor exists under its assigned sharding whatever is chosen."""
+        """True if a tensor exists under its assigned sharding whatever is chosen."""
         op = x.operation
         if op.opdef.kind in RESIDENT or x in self.free or op in assigned:
             return True
         return binding(x, self.graph, self.homes, self.fetched) is Binding.ALWAYS
 
     def _serves_home(self, op: Operation, assigned: Mapping[Operation, Choice]) -> bool:
-        """Whether all uses of a result are under its assigned sharding."""
+        """True if all uses of a result are under its assigned sharding."""
         homes, home = self.homes, self.homes.of(op.output)
         return all(
             user in assigned
@@ -245,7 +245,7 @@ class Problem:
 
 
 def home_choice(signature: Signature, home: Sharding) -> Choice | None:
-    """How an operation computes its assigned sharding block by block; None if it cannot."""
+    """The choice that computes an operation's assigned sharding block by block; None if there is none."""
     if any(f.outputs[0] is not None and f.role is not Role.PARALLEL for f in signature.factors):
         return None
     axes, nothing = again_axes(signature, home), ((),) * len(signature.op.inputs)

@@ -45,7 +45,7 @@ def explain_step(
 
 
 def _could_split(user: Operation | None, t: Tensor, dim: str | None) -> bool:
-    """Whether an operation could use its operand with `dim` split, so that another choice would have been possible."""
+    """True if an operation could use its operand with `dim` split, so that another choice would have been possible."""
     if user is None:
         return False
     at = [i for i, x in enumerate(user.inputs) if x is t]

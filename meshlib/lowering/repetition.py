@@ -202,7 +202,7 @@ def _is_removable(
     removed: Collection[Operation],
     fetched: Collection[Tensor],
 ) -> bool:
-    """Whether the operations to remove are read by regular layers alone, and not fetched."""
+    """True if the operations to remove are read by regular layers alone, and not fetched."""
     if any(t.operation in removed for t in fetched):
         return False
     return not any(

@@ -151,7 +151,7 @@ class Session(Shown):
 
     @property
     def subjects(self) -> Subjects:
-        """What layouts of the program are checked against: its tensors with shapes and scopes."""
+        """The tensors against which layouts are checked, with shapes and scopes."""
         self._learn()
         return self._subjects
 

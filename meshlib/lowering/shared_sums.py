@@ -211,7 +211,7 @@ def _substitute(m: Monomial, total: Sum, terms: Sequence[Monomial]) -> list[Mono
 
 
 def _is_small(total: Sum) -> bool:
-    """Whether a sum is small relative to what it sums, so that it is cheap to keep from forward for backward."""
+    """True if a sum is small relative to what it sums, so that it is cheap to keep from forward for backward."""
     dims = {d for part in total.parts for t in part for d in t.shape}
     return prod(d.size for d in dims.difference(total.dims)) >= SMALL
 

@@ -30,7 +30,7 @@ UNSPLIT = (*RESIDENT, Kind.LOOP, Kind.COMMIT)
 
 @dataclass(frozen=True)
 class Choice:
-    """How one operation runs: the axes of each factor, the operands' shardings, the result's."""
+    """The strategy of one operation: the axes of each factor, the operands' shardings, the result's."""
 
     axes: Mapping[str, Axes]  # factor -> axes, major first
     operands: tuple[Sharding, ...]

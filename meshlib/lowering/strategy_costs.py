@@ -73,7 +73,7 @@ class Pricing:
         return known
 
     def _moves(self, choice: Choice, held: Sequence[Stationary]) -> bool:
-        """Whether a choice moves a weight over an axis over which it is stationary."""
+        """True if a choice moves a weight over an axis over which it is stationary."""
         return any(
             a in own and a not in to
             for each, wanted in zip(held, choice.operands, strict=True)

@@ -135,7 +135,7 @@ class _Unroller:
         return self.numbers.setdefault(key, len(self.numbers))
 
     def _is_wired_alike(self, place: int, layer: int) -> bool:
-        """Whether an instruction of the short graph, used for a layer, has the wiring of regular layers."""
+        """True if an instruction of the short graph, used for a layer, has the wiring of regular layers."""
         first = self.layers.first
         return layer != self.layers.layer(place) or first - REGULAR_ENDS <= place < first + REGULAR_ENDS
 
@@ -177,7 +177,7 @@ class _Unroller:
         return steps.pop() if steps in ({1}, {-1}) else 0
 
     def _fits(self, n: int, length: int, step: int) -> bool:
-        """Whether all instructions repeated behind instruction n - 1 have the gap among regular layers."""
+        """True if all instructions repeated behind instruction n - 1 have the gap among regular layers."""
         edges = [(self.places[m] or 0) + (step > 0) for m in range(n - length, n)]
         return all(abs(edge - self.layers.first) <= REGULAR_ENDS for edge in edges)
 

@@ -130,7 +130,7 @@ class Program(Shown):
         return f"mesh {self.mesh} ({self.mesh.size} cores), layout {self.layout or '(none)'}"
 
     def given(self, state: Mapping[str, T], feeds: Mapping[str, T]) -> dict[Value, T]:
-        """What is given for each input and variable, from the state and the feeds by name."""
+        """The array given for each input and variable, from the state and the feeds by name."""
         return {v: feeds[n] for n, v in self.inputs.items()} | {v: state[n] for n, v in self.variables.items()}
 
     def with_instructions(self, instructions: Sequence[Instruction]) -> Program:

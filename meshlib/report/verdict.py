@@ -93,7 +93,7 @@ def _bar(est: Estimate) -> str:
 
 
 def about(est: Estimate) -> str:
-    """What was estimated: slice, mesh, layout, compiler, exact counts."""
+    """The subject of the estimate: slice, mesh, layout, compiler, exact counts."""
     program = est.program
     rows = [
         ("slice", text(est.slice)),

@@ -192,7 +192,7 @@ class Search:
         return candidates
 
     def _may_win(self, n: int) -> bool:
-        """Whether a candidate can be the fastest, or for a known layout, tie with it."""
+        """True if a candidate can be the fastest, or for a known layout, tie with it."""
         tie = self.best * (1 + self.objective.error)
         return self.bounds[n] < (tie if n < self.first else self.best)
 
@@ -215,7 +215,7 @@ class Search:
                 self.bounds[n] = max(self.bounds[n], bound / problem.units)
 
     def _may_win_by_closer_bound(self, n: int) -> bool:
-        """Whether a candidate could win by its closer bound, too."""
+        """True if a candidate could win by its closer bound, too."""
         if self.objective.closer is not None and n not in self.bare:
             self.bare[n] = self.bounds[n]
             if n not in self.closer:
@@ -267,7 +267,7 @@ class Search:
             yield from (n for n in left if self._are_neighbours(n, leader))
 
     def _are_neighbours(self, m: int, n: int) -> bool:
-        """Whether two candidates differ in one thing: an argument, an axis's role, a moved factor, an extra axis."""
+        """True if two candidates differ in one thing: an argument, an axis's role, a moved factor, an extra axis."""
         a, b = self.space[m], self.space[n]
         if a.slice != b.slice:
             return False
@@ -282,7 +282,7 @@ class Search:
         return abs(len(mine) - len(other)) == 1 and len(mine & other) >= min(len(mine), len(other)) - 1
 
     def _needs_estimate(self, n: int) -> bool:
-        """Whether a candidate needs an estimate; if not, its outcome is recorded."""
+        """True if a candidate needs an estimate; if not, its outcome is recorded."""
         if n in self.outcomes:
             return False
         c, problem, bound = self.space[n], self.problems[self.space[n].choices], self.bounds[n]
@@ -316,7 +316,7 @@ class Search:
         return self.seen[self.problems[c.choices].alike(c)]
 
     def _exceeds(self, c: Candidate, held: float) -> bool:
-        """Whether a candidate cannot fit, unless the objective is memory itself."""
+        """True if a candidate cannot fit, unless the objective is memory itself."""
         return held > c.slice.usable_hbm_bytes_per_device and self.objective.name != "peak memory"
 
     def _bound(self, c: Candidate) -> float:
@@ -326,11 +326,11 @@ class Search:
     # ------------------------------------------------------------ tasks
 
     def _is_late(self) -> bool:
-        """Whether time has run out, after at least one estimate."""
+        """True if time has run out, after at least one estimate."""
         return bool(self.values) and self.until is not None and time.monotonic() > self.until
 
     def _ends(self) -> bool:
-        """Whether time has run out and all known layouts are estimated."""
+        """True if time has run out and all known layouts are estimated."""
         return self._is_late() and not self._known_left()
 
     def _bound_closely(self, n: int) -> float:

@@ -33,7 +33,7 @@ class Figures:
 
     @property
     def fits(self) -> bool:
-        """Whether the compiled step fits the HBM of a device."""
+        """True if the compiled step fits the HBM of a device."""
         return self.peak_bytes <= self.capacity_bytes
 
     @staticmethod
@@ -74,7 +74,7 @@ class Outcome:
 
     @property
     def fits(self) -> bool:
-        """Whether it was estimated and fits memory."""
+        """True if it was estimated and fits memory."""
         return self.figures is not None and self.figures.fits
 
     def against(self, best: Outcome) -> str:

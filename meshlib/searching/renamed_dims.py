@@ -48,7 +48,7 @@ class Passages:
         return names if names.isdisjoint(self.bound) else None
 
     def same(self, a: str, b: str) -> bool:
-        """Whether two names may denote one dim."""
+        """True if two names may denote one dim."""
         return a == b or b in self.names.get(a, ())
 
 

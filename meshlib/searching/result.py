@@ -109,7 +109,7 @@ class Found(Shown):
 
     @property
     def fits(self) -> bool:
-        """Whether any candidate fits."""
+        """True if any candidate fits."""
         return bool(self.ranking) and self.ranking[0].fits
 
     @cached_property
@@ -140,12 +140,12 @@ class Found(Shown):
 
     @property
     def exact(self) -> bool:
-        """Whether every candidate is accounted for."""
+        """True if every candidate is accounted for."""
         return not any(o.state == OPEN for o in self.outcomes)
 
     @property
     def certificate(self) -> str:
-        """What is proved, over which space, in words."""
+        """The certificate in words: what is proved, over which space."""
         head = f"{len(self.outcomes):,} candidates: {self._tally}."
         if self.exact:
             proved = "All are accounted for: within this space nothing is better by the model."
@@ -324,7 +324,7 @@ class Found(Shown):
 
     @property
     def _several(self) -> bool:
-        """Whether there are several slices."""
+        """True if there are several slices."""
         return len({o.candidate.slice for o in self.outcomes}) > 1
 
     @property

@@ -127,7 +127,7 @@ def roles_of(tensors: TensorClasses, dims: Sequence[str], batch: str | None = No
 
 
 def is_small(dims: Sequence[str]) -> bool:
-    """Whether every role is tried for a program with these dims."""
+    """True if every role is tried for a program with these dims."""
     return len(dims) <= SMALL
 
 

@@ -35,7 +35,7 @@ class Change:
 
     @property
     def same(self) -> bool:
-        """Whether the winner stays the same."""
+        """True if the winner stays the same."""
         return self.behind == 0.0
 
 

@@ -167,12 +167,12 @@ class ServedLoad:
 
     @property
     def keeps_up(self) -> bool:
-        """Whether requests are served as fast as they arrive: few are queued at the last arrival."""
+        """True if requests are served as fast as they arrive: few are queued at the last arrival."""
         waiting = int(np.sum(self.first > self.arrivals.seconds[-1]))
         return waiting <= max(self.slots, BACKLOG * len(self.first))
 
     def within(self, first_token_seconds: float | None, token_seconds: float | None) -> bool:
-        """Whether it keeps up, and 99 % of requests meet the limits on first token and time per token."""
+        """True if it keeps up, and 99 % of requests meet the limits on first token and time per token."""
         return (
             self.keeps_up
             and (first_token_seconds is None or self.first_token_seconds(99) <= first_token_seconds)

@@ -64,7 +64,7 @@ class ServingPoint:
 
     @property
     def fits(self) -> bool:
-        """Whether both fit the memory of a device."""
+        """True if both fit the memory of a device."""
         return self.decode.fits and self.prefill.fits
 
 

@@ -62,7 +62,7 @@ def _flax(layout: LayoutRules, scope: str) -> tuple[tuple[str, str | tuple[str, 
 
 
 def _conflicts(layout: LayoutRules, dim: str, axes: tuple[str, ...]) -> bool:
-    """Whether another dim may have some, but not all, of the axes."""
+    """True if another dim may have some, but not all, of the axes."""
     others = [{*r.axes} & {*axes} for r in layout.rules if r.dim != dim and r.dim != "batch"]
     return any(0 < len(shared) < len(axes) for shared in others)
 

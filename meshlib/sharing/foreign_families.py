@@ -248,7 +248,7 @@ def rope_of(fields: Fields) -> Fields:
 
 
 def _rotary_notes(fields: Fields) -> list[str]:
-    """What the angles of rotary positions lack, which changes logits and no costs."""
+    """Differences in the angles of rotary positions, which change logits but no costs."""
     rope = rope_of(fields)
     kind = rope.get("rope_type", rope.get("type", "default"))
     share = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0

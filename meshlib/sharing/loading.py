@@ -131,7 +131,7 @@ def _checked_files(folder: Path, entries: object, wanted: Sequence[str], where: 
 
 @dataclass(frozen=True)
 class _Target:
-    """Where predictions run: mesh, layout, executor and batch size."""
+    """Target of predictions: mesh, layout, executor and batch size."""
 
     mesh: MeshLike
     layout: object

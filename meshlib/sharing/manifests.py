@@ -76,7 +76,7 @@ def check_holds_model(folder: Path, what: str) -> None:
 
 
 def _is_whole_model(folder: Path, what: str) -> bool:
-    """Whether config.json belongs to an exported model all of whose files were written with it."""
+    """True if config.json belongs to an exported model all of whose files were written with it."""
     if not MODEL.members(str(folder)):
         return False
     try:

@@ -33,7 +33,7 @@ SPLIT = "(heads head_dim) d_model -> heads head_dim d_model"
 
 @dataclass(frozen=True)
 class NamedVariable:
-    """How one variable is stored.
+    """The storage of one variable.
 
     Attributes:
       ours: its name in the library; `{layer}` stands for the scope of a layer.
@@ -50,7 +50,7 @@ class NamedVariable:
 
 @dataclass(frozen=True)
 class Family:
-    """How the models of one family are stored.
+    """The storage of the models of one family.
 
     Attributes:
       rows: config -> its variables.

@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 
 def _writes(i: Instruction) -> bool:
-    """Whether an instruction writes its results into buffers given to it."""
+    """True if an instruction writes its results into buffers given to it."""
     if isinstance(i, Resident | Move | Loop | Commit) or (len(i.outputs) != 1 and not isinstance(i, Chain)):
         return False
     return not isinstance(i, Compute) or i.operation.opdef.storage is Storage.FRESH

@@ -113,7 +113,7 @@ def chained(program: Program) -> list[Instruction]:
 
 
 def _is_elementwise(i: Instruction) -> bool:
-    """Whether an instruction computes a large result elementwise and may overwrite an operand with it."""
+    """True if an instruction computes a large result elementwise and may overwrite an operand with it."""
     kind = i.operation.opdef
     if not isinstance(i, Compute) or kind.kind is not Kind.ELEMENTWISE or kind.show is not None:
         return False

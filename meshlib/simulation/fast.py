@@ -119,7 +119,7 @@ class FastExecutor(Interpreter[Array, Engine]):
         return instructions
 
     def _is_settled(self, i: Compute, settled: Set[Value | None]) -> bool:
-        """Whether an instruction selects by a settled mask, and so returns its first choice unchanged."""
+        """True if an instruction selects by a settled mask, and so returns its first choice unchanged."""
         if i.operation.opdef is not WHERE or i.inputs[0] not in settled:
             return False
         return i.inputs[1].tensor.type == i.outputs[0].tensor.type
@@ -306,7 +306,7 @@ class FastExecutor(Interpreter[Array, Engine]):
         yield from self._other_stacks.values()
 
     def _free_stacks(self, taken: Iterable[Array]) -> None:
-        """Where the state has `taken` a stack as the new value of a variable, switch to its alternate array."""
+        """Switch to the alternate array of each stack that the state has `taken` as the new value of a variable."""
         state = {id(memory_of(a)) for a in taken}
         for i, stacks in self._stacks.items():
             for n, stack in enumerate(stacks):

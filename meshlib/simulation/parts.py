@@ -40,7 +40,7 @@ class Working(Move):
 
 @dataclass(eq=False)
 class Parts:
-    """How the instructions of a loop body run on a range of indices of one dim; planned once.
+    """Execution plan of a loop body's instructions on a range of indices of one dim.
 
     dims     the name that the dim has in each value that has it
     partial  values that are kept for the active range alone; others with the dim are kept whole
@@ -283,7 +283,7 @@ class PartialRun:
         return compute(i.operation, types, outs, self._in_part(i, values, run), offsets, engine, buffer)
 
     def _target(self, y: Value, shape: tuple[int, ...]) -> Array | None:
-        """Where a result is written: the beginning of its buffer."""
+        """The array into which a result is written: the beginning of its buffer."""
         buffer = self.executor.target(y)
         if buffer is None or not buffer.flags.c_contiguous:
             return None
@@ -363,7 +363,7 @@ class PartialTrips:
         return {end: self._carried(end, given[begin], values[end], run) for end, begin in ends.items()}
 
     def _is_in_place(self, v: Value) -> bool:
-        """Whether a carry's active range is overwritten in place."""
+        """True if a carry's active range is overwritten in place."""
         return v in self.over and v in self.runner.parts.partial and self.runner.parts.axis(v) == 0
 
     def _place(self, v: Value, before: Array, run: Run) -> Array:

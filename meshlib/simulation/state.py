@@ -100,7 +100,7 @@ class Processes(Protocol):
         ...
 
     def follow(self, places: Mapping[str, tuple[int, Shape, DType]]) -> None:
-        """What the other processes do during `write`."""
+        """Take part in `write`, from the other processes."""
         ...
 
     def agree(self, fault: str | None) -> None:

@@ -45,7 +45,7 @@ class Host:
 
 
 def includes_input(row: Row) -> bool:
-    """Whether a row's time is the wall time of a whole run."""
+    """True if a row's time is the wall time of a whole run."""
     return "wall time includes input" in str(row.get("note", ""))
 
 

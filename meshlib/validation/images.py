@@ -42,7 +42,7 @@ class ImageRun:
 
     Attributes:
       name, family, chip: what tables group by.
-      config: the network; batch: images of a step, those included that fill it up for all devices.
+      config: the network; batch: images of a step, padding for all devices included.
       slice: where it ran; norm_cores: devices that share statistics of a batch norm.
       optimizer: "lars" or "momentum".
       steps, evaluated: training steps and evaluated images in the measured time; measured_seconds: of both.
@@ -75,7 +75,7 @@ class ImageRun:
 
 
 def is_of_images(row: Row) -> bool:
-    """Whether a row is a run of an image network."""
+    """True if a row is a run of an image network."""
     model = row.get("model")
     if not isinstance(model, Mapping) or model.get("op"):
         return False

@@ -40,7 +40,7 @@ _BYTES = {"bf16": 2, "f32": 4, "float32": 4, "bfloat16": 2}
 
 
 def kind_of(row: Mapping[str, Any]) -> str:
-    """What a row measures: "matmul", "HBM copy" (or read, write, add, triad), or a collective; "" for others.
+    """The measured quantity: "matmul", "HBM copy" (or read, write, add, triad), or a collective; "" for others.
 
     >>> kind_of({"model": {"op": "psum over a group of 4"}}), kind_of({"model": {"layers": 3}})
     ('all_reduce', '')

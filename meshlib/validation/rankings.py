@@ -37,7 +37,7 @@ class RankedPair:
 
     @property
     def is_right(self) -> bool:
-        """Whether the predicted order is the measured one."""
+        """True if the predicted order is the measured one."""
         return self.predicted_ratio > 1
 
     def __str__(self) -> str:

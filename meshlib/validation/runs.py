@@ -93,17 +93,17 @@ class Run:
 
     @property
     def eight_bit(self) -> bool:
-        """Whether products run in eight bits."""
+        """True if products run in eight bits."""
         return self.precision in ("int8", "fp8")
 
     @property
     def noisy(self) -> bool:
-        """Whether cotangents are rounded stochastically (AQT's int8): `meshlib.models.maxtext.model.NOISE_BYTES`."""
+        """True if cotangents are rounded stochastically (AQT's int8): `meshlib.models.maxtext.model.NOISE_BYTES`."""
         return self.precision == "int8"
 
     @property
     def looks_up_biases(self) -> bool:
-        """Whether biases are looked up row by row, as MaxText does with those of experts whose tokens are sorted."""
+        """True if biases are looked up row by row, as MaxText does with those of experts whose tokens are sorted."""
         known = known_model(str(self.model.get("name", "")))
         grouped = self.experts is not None and self.experts.form == "grouped"
         return self.family.startswith("maxtext") and grouped and known is not None and known.bias
@@ -126,7 +126,7 @@ class Run:
 
     @property
     def encoder(self) -> bool:
-        """Whether attention is bidirectional."""
+        """True if attention is bidirectional."""
         return "encoder" in str(self.model.get("arch")) and "decoder" not in str(self.model.get("arch"))
 
     @property

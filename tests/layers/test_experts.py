@@ -443,7 +443,7 @@ def test_routings_that_make_no_sense(arguments: dict[str, Any], words: str) -> N
         (4, {"routing": "switch"}, "routing must be an mtf.layers.Routing, got str 'switch'"),
         (4, {"form": "sparse"}, "form must be 'einsum' or 'gather' or 'dense' or 'grouped', got"),
         (4, {"form": "grouped", "routing": Routing()}, r"no capacity by expert, .* capacity_factor=1.25; give Routing"),
-        (4, {"form": "grouped", "routing": Routing(gating="ntlb", capacity_factor=None)}, "the room of experts"),
+        (4, {"form": "grouped", "routing": Routing(gating="ntlb", capacity_factor=None)}, "the capacity of experts"),
         (4, {"form": "grouped", "routing": dropless(Routing(), 3)}, r"4 % 3 = 1"),
         (4, {"numerics": "float32"}, "numerics must be an mtf.Numerics"),
         (4, {"activation": "swish_"}, "activation must be"),

@@ -398,7 +398,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"choices": ["batch"]}, "choices must be a dict"),
     ({"choices": {"batch": []}}, "is empty"),
     ({"choices": {"batch": 3}}, "choices"),
-    ({"choices": {"batch": [[3]]}}, "values that can be told apart"),
+    ({"choices": {"batch": [[3]]}}, "hashable values"),
     ({"progress": 3}, "progress must be a function"),
     ({"resume": 3}, "resume must be the name of a file"),
     ({"fix": "batch:rows", "sizes": "cols:2"}, "no rule of fix"),

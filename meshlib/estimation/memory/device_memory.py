@@ -96,7 +96,7 @@ class DeviceMemory(Shown):
 
     @property
     def fits(self) -> bool:
-        """Whether the compiled step fits the device; for whole runs see `verdict`."""
+        """True if the compiled step fits the device; for whole runs see `verdict`."""
         return self.needed_bytes <= self.capacity_bytes
 
     @property

@@ -147,7 +147,7 @@ def _peak(program: Program, ideas: Sequence[_Idea]) -> int:
 
 
 class _Legal:
-    """Whether a program can be lowered with the mesh and rules of some ideas."""
+    """True if a program can be lowered with the mesh and rules of some ideas."""
 
     def __init__(self, program: Program) -> None:
         self.program = program

@@ -80,7 +80,7 @@ class Event:
 
     @property
     def on_core(self) -> bool:
-        """Whether it occupies the core: a fusion group or a loop."""
+        """True if it occupies the core: a fusion group or a loop."""
         return self.time is not None or self.loop is not None
 
     @property

@@ -69,7 +69,7 @@ def _gathered_weights(program: Program) -> Iterator[str]:
 
 
 def _is_text(t: Tensor) -> bool:
-    """Whether an input is a batch of token sequences."""
+    """True if an input is a batch of token sequences."""
     return t.dtype.kind == "integer" and len(t.shape) > 1
 
 

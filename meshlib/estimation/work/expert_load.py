@@ -149,7 +149,7 @@ class ExpertShare:
 
 
 def _is_of_experts(i: Compute, name: str) -> bool:
-    """Whether a dim of the bounds is an expert dim: the groups, and shards that matrices have, too."""
+    """True if a dim of the bounds is an expert dim: the groups, and shards that matrices have, too."""
     attrs = i.operation.attrs
     rows = next(v for v in i.inputs[:2] if attrs["rows"] in v.tensor.shape.names)
     matrices = [v for v in (*i.inputs[:2], *i.outputs) if v is not rows and attrs["rows"] not in v.tensor.shape.names]

@@ -149,7 +149,7 @@ def _registers(sweeping: Sequence[Compute], level: dict[Compute, int], rows: int
 
 
 def _is_plain(i: Compute) -> bool:
-    """Whether an operation is a single instruction that moves each element through a register: rounding arithmetic, a
+    """True if an operation is a single instruction that moves each element through a register: rounding arithmetic, a
     reduction, a slice."""
     kind = i.operation.opdef
     if kind.reads_part:
@@ -183,7 +183,7 @@ def _reduces(i: Compute) -> bool:
 
 
 def _is_rounded(i: Compute, y: Value, stored: Stored) -> bool:
-    """Whether a computed result is stored in a narrower float type than it was computed in."""
+    """True if a computed result is stored in a narrower float type than it was computed in."""
     computed = i.operation.opdef.kind is not Kind.SOURCE and i.operation.opdef.indices is None and not _reduces(i)
     dtype = y.tensor.dtype
     return computed and dtype.is_float and dtype.itemsize < _BLOCK_ITEMSIZE and stored.is_written(y)

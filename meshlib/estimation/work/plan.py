@@ -95,7 +95,7 @@ def _is_update(group: Sequence[Instruction]) -> bool:
 
 
 def _share_arrays(a: Sequence[Instruction], b: Sequence[Instruction]) -> bool:
-    """Whether group `b` reads a non-scalar array that group `a` reads or writes."""
+    """True if group `b` reads a non-scalar array that group `a` reads or writes."""
     known = {x for i in a for x in (*i.inputs, *i.outputs) if x.local_size > 1}
     return any(x in known for i in b for x in i.inputs)
 

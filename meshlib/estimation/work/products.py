@@ -66,7 +66,7 @@ class Attention:
 
 
 def is_matmul(i: Instruction) -> TypeGuard[Compute]:
-    """Whether an instruction is a product that other work may fuse with."""
+    """True if an instruction is a product that other work may fuse with."""
     return isinstance(i, Compute) and i.operation.opdef.kind is Kind.CONTRACTION
 
 
@@ -207,7 +207,7 @@ def duplication(program: Program, instruction: Compute) -> int:
 
 
 def quantises(i: Instruction) -> bool:
-    """Whether an instruction is a product that quantises its operands, with separate scales."""
+    """True if an instruction is a product that quantises its operands, with separate scales."""
     return isinstance(i, Compute) and "grids" in i.operation.attrs
 
 

@@ -71,7 +71,7 @@ class Stored:
         self._sizes: dict[Value, tuple[int, int]] = {}
 
     def is_written(self, v: Value) -> bool:
-        """Whether the group that produces a value writes it to memory."""
+        """True if the group that produces a value writes it to memory."""
         return v not in self._unstored
 
     def of(self, v: Value) -> Value:
@@ -120,7 +120,7 @@ def _is_part(x: Value, v: Value) -> bool:
 
 
 def _is_small(x: Value, beside: Value) -> bool:
-    """Whether an operand is almost free for its readers: generated, or a small input that is broadcast."""
+    """True if an operand is almost free for its readers: generated, or a small input that is broadcast."""
     kind = x.tensor.operation.opdef.kind
     return kind is Kind.SOURCE or (kind in RESIDENT and x.tensor.shape.size < beside.tensor.shape.size)
 

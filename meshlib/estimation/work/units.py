@@ -57,12 +57,12 @@ class Unit:
 
     @property
     def is_large(self) -> bool:
-        """Whether it is a product, attention or loop, which can hide collectives."""
+        """True if it is a product, attention or loop, which can hide collectives."""
         return self.product or self.body is not None or (self.kernel is not None and self.kernel.attention is not None)
 
     @property
     def is_collective(self) -> bool:
-        """Whether it is a collective without computation."""
+        """True if it is a collective without computation."""
         return bool(self.moves) and self.kernel is None
 
 

@@ -223,12 +223,12 @@ def _same_kind(m: CompiledPart, p: Planned) -> bool:
 
 
 def _does_more(m: CompiledPart, p: Planned) -> bool:
-    """Whether the compiled collective does what was planned and more."""
+    """True if the compiled collective does what was planned and more."""
     return _sums_and_cuts(m, p) and set(m.axes) == set(p.axes)
 
 
 def _sums_and_cuts(m: CompiledPart, p: Planned) -> bool:
-    """Whether an all-reduce was compiled where a reduce_scatter was planned."""
+    """True if an all-reduce was compiled where a reduce_scatter was planned."""
     return STEP_KINDS[m.launch.kind].sums_in_place and STEP_KINDS[p.kind].scatters
 
 
@@ -245,7 +245,7 @@ def _padded(m: CompiledPart, p: Planned) -> bool:
 
 
 def _is_part(m: CompiledPart, p: Planned) -> bool:
-    """Whether it is one stage of a collective over consecutive parts of its axes, or a rebalancing of its blocks."""
+    """True if it is one stage of a collective over consecutive parts of its axes, or a rebalancing of its blocks."""
     if m.launch.kind != p.kind or m.times != p.times or not set(m.axes) <= set(p.axes) or m.launch.axes == p.axes:
         return False
     planned = None if m.scope in (None, p.scope) else STEP_KINDS.get(m.scope.partition(":")[0])
@@ -261,7 +261,7 @@ def _is_part(m: CompiledPart, p: Planned) -> bool:
 
 
 def _continues(m: CompiledPart, p: Planned) -> bool:
-    """Whether a part follows another part of the same collective: a further stage, or a permute that evens out blocks
+    """True if a part follows another part of the same collective: a further stage, or a permute that evens out blocks
     padded to whole tiles."""
     parts = {b.launch.name for b in p.became}
     alike = m.launch.kind == p.kind or STEP_KINDS[m.launch.kind].permutes

@@ -76,7 +76,7 @@ class Compiled:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits according to the compiler; for CPUs, whether it would fit the slice's memory."""
+        """True if it fits according to the compiler; for CPUs, if it would fit the slice's memory."""
         if self.refusal is not None or self.memory is None:
             return False
         return self.backend == "tpu" or self.memory.total_bytes <= self.planned.capacity_bytes

@@ -145,7 +145,7 @@ def _between(
 
 
 def _is_counted(holder: Computation, i: HloInstruction) -> bool:
-    """Whether this copy counts, of a collective whose copies are spread over several fusions."""
+    """True if this copy counts, of a collective whose copies are spread over several fusions."""
     if "async_collective_fusion_config" not in i.attributes:
         return True
     readers = holder.users.get(i.name, ())
@@ -249,7 +249,7 @@ def _operands_of(holder: Computation, i: HloInstruction, derived: tuple[Array, .
 
 
 def _gives_slice(fusion: Computation, i: HloInstruction, size: int) -> bool:
-    """Whether a fusion returns this device's slice of the sum that it computes."""
+    """True if a fusion returns this device's slice of the sum that it computes."""
     root = fusion.root
     if root is None or root.name == i.name:
         return False
@@ -258,7 +258,7 @@ def _gives_slice(fusion: Computation, i: HloInstruction, size: int) -> bool:
 
 
 def _cut(holder: Computation, i: HloInstruction) -> bool:
-    """Whether all users of an array read a dynamic slice of it."""
+    """True if all users of an array read a dynamic slice of it."""
     readers = holder.users.get(i.name, ())
     return bool(readers) and all(
         r.opcode == "dynamic-slice" or (r.opcode in _LOOKS and _cut(holder, r)) for r in readers

@@ -113,7 +113,7 @@ def _state_index(at: Computation, name: str) -> int | None:
 
 
 def _is_kept(body: Computation, n: int) -> bool:
-    """Whether a trip returns an element of the state unchanged."""
+    """True if a trip returns an element of the state unchanged."""
     root = body.root
     if root is None or root.opcode != "tuple" or n >= len(root.operands):
         return False

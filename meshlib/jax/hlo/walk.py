@@ -22,7 +22,7 @@ class Frame:
 
     @property
     def is_fused(self) -> bool:
-        """Whether this is the body of a fusion."""
+        """True if this is the body of a fusion."""
         return self.call is not None and self.call.opcode == "fusion"
 
 

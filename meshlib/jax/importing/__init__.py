@@ -259,7 +259,7 @@ def _unknown_dtypes(step: Any) -> list[str]:
 
 
 def _exceeds_int32(x: Any) -> bool:
-    """Whether a constant has integers outside int32."""
+    """True if a constant has integers outside int32."""
     if x.const is None or x.dtype != "int64":
         return False
     limits = np.iinfo("int32")
@@ -292,7 +292,7 @@ def _named_axes(leaves: Sequence[Leaf]) -> list[Any]:
 
 
 def _factor_remedies(axes: Axes, leaves: Sequence[Leaf]) -> dict[str, str]:
-    """What to do if the dim that has the user's name for an axis, one of several factors, can't be split."""
+    """Remedies if the dim that has the user's name for an axis, one of several factors, can't be split."""
     remedies = {}
     for leaf in leaves:
         for axis, token in zip(leaf.var.axes, (leaf.tokens or ()) if leaf.of_user else (), strict=False):

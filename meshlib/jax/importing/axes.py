@@ -117,7 +117,7 @@ class Axes:
     # ------------------------------------------------------------ unification
 
     def may_be_one(self, a: Axis, b: Axis) -> bool:
-        """Whether two axes can be unified without a repeated dim or name in any index space."""
+        """True if two axes can be unified without a repeated dim or name in any index space."""
         a, b = self.find(a), self.find(b)
         if a is b:
             return True

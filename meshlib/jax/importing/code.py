@@ -71,7 +71,7 @@ class Var:
 
 @dataclass(frozen=True)
 class SourcePlace:
-    """Where a step was written: "model.py:12", and the enclosing named scopes."""
+    """The source line of a step, "model.py:12", and the enclosing named scopes."""
 
     line: str
     scope: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ def prune(code: Code, wanted: Iterable[Var] | None = None) -> set[Var]:
 
 
 def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many constants and how many carries a `scan` equation has: JAX 0.11 keeps them as a structure."""
+    """The numbers of constants and of carries of a `scan` equation: JAX 0.11 keeps them as a structure."""
     if "ft_in" in params:
         consts, carries, _ = params["ft_in"].unpack()
         return len(consts), len(carries)

@@ -40,7 +40,7 @@ def _dims(step: CodeStep) -> _AxisPositions:
 
 
 def _is_patches(step: CodeStep) -> bool:
-    """Whether the windows tile the input without overlap."""
+    """True if the windows tile the input without overlap."""
     p, (x, kernel), d = step.params, step.ins, _dims(step)
     sizes = [kernel.shape[n] for n in d.window]
     plain = p["feature_group_count"] == p["batch_group_count"] == 1

@@ -33,7 +33,7 @@ HIGH_LEVEL = "call_hi_primitive"  # a call that JAX 0.11 keeps as an object with
 
 
 def has_own_rule(eqn: Any) -> bool:
-    """Whether a call has a derivative rule that may differ from the derivative of its forward function."""
+    """True if a call has a derivative rule that may differ from the derivative of its forward function."""
     name = eqn.primitive.name
     if name in _ALWAYS:
         return True

@@ -45,7 +45,7 @@ class _Lookup:
 
 
 def _is_positions(x: Var, axis: int) -> bool:
-    """Whether a value counts 0, 1, ... along an axis and is constant along others."""
+    """True if a value counts 0, 1, ... along an axis and is constant along others."""
     while True:
         if x.const is not None:
             shape = [1] * len(x.shape)
@@ -102,7 +102,7 @@ def _components(x: Var) -> list[tuple[Var, int]]:
 def _lookup(
     table: Var, indices: Var, axes: Sequence[int], columns: Sequence[int], batch: dict[int, int]
 ) -> _Lookup | str:
-    """How `axes` of a table are indexed; a text for an unsupported form."""
+    """The indexing of `axes` of a table; a text for an unsupported form."""
     sizes, parts, along, left = indices.shape[:-1], _components(indices), dict(batch), []
     for axis, column in zip(axes, columns, strict=True):
         part, own = parts[column]
@@ -128,7 +128,7 @@ def _start_columns(x: Var, axes: Sequence[int], sizes: Sequence[int]) -> list[in
 
 
 def of_gather(step: CodeStep) -> _Lookup | str:
-    """How a gather indexes its operand; a text for an unsupported form."""
+    """A gather's indexing of its operand; a text for an unsupported form."""
     x, indices = step.ins
     d = step.params["dimension_numbers"]
     axes = tuple(map(int, d.start_index_map))
@@ -250,7 +250,7 @@ rule("gather", axes=_gather_axes, write=_gather, fault=_gather_fault)
 
 
 def of_scatter(step: CodeStep) -> _Lookup | str:
-    """How a scatter indexes its operand; a text for an unsupported form."""
+    """A scatter's indexing of its operand; a text for an unsupported form."""
     x, indices, updates = step.ins
     d = step.params["dimension_numbers"]
     axes = tuple(map(int, d.scatter_dims_to_operand_dims))

@@ -55,7 +55,7 @@ def in_range(t: Tensor, step: CodeStep) -> Tensor:
 
 
 def _widened(step: CodeStep) -> bool:
-    """Whether a step is a conversion to a dtype that contains all values of the old one."""
+    """True if a step is a conversion to a dtype that contains all values of the old one."""
     old, new = step.ins[0].dtype, step.outs[0].dtype
     if step.kind != "convert_element_type" or "int" not in old:
         return step.kind == "convert_element_type" and old == "bool"

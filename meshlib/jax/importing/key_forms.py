@@ -1,4 +1,4 @@
-"""How random keys are derived, with the numbers and indices of all trips, to find keys that are equal in some trip.
+"""Derivations of random keys, with the numbers and indices of all trips, to find keys that are equal in some trip.
 
 The third of several keys equals one that a loop over them reads in its third trip, and `fold_in(key, 3)` one of
 `fold_in(key, n)` in a loop over n. Both are derived alike, from sets of numbers that intersect.
@@ -66,7 +66,7 @@ class Forms:
         return tuple(map(self._what, forms)), tuple([n for f in forms for n in f.numbers])
 
     def form(self, x: Var) -> Form:
-        """How a key, or a number in one, is derived."""
+        """The derivation of a key, or of a number in one."""
         if x not in self._forms:
             self._forms[x] = self._form(x)
         return self._forms[x]
@@ -182,7 +182,7 @@ class Forms:
 
 
 def _splits_like_folds(maker: CodeStep) -> bool:
-    """Whether the n-th of the keys that a key is split into is `fold_in(key, n)`, however many there are."""
+    """True if the n-th of the keys that a key is split into is `fold_in(key, n)`, however many there are."""
     return "fry" in maker.ins[0].dtype and bool(jax.config.jax_threefry_partitionable)
 
 

@@ -32,7 +32,7 @@ class Draw(NamedTuple):
     numbers: Numbers = ()
 
     def repeats(self, other: Draw) -> bool:
-        """Whether it may give the numbers of another draw, of other keys that are derived alike."""
+        """True if it may give the numbers of another draw, of other keys that are derived alike."""
         same = self.kind == other.kind or "random_bits" in (self.kind, other.kind)
         return same and all(a & b for a, b in zip(self.numbers, other.numbers, strict=True))
 
@@ -151,7 +151,7 @@ class Keyed:
 
 
 def _following(jaxpr: Any, at: int, carries_and_slices: int) -> str | None:
-    """How a loop computes a carry from its own value alone; None if other values determine it."""
+    """A loop's computation of a carry from its own value alone; None if other values determine it."""
     consts = len(jaxpr.invars) - carries_and_slices
     part, used = dce_jaxpr(jaxpr, [n == at for n in range(len(jaxpr.outvars))])
     return str(part) if [n for n, read in enumerate(used) if read] == [consts + at] else None

@@ -14,7 +14,7 @@ from meshlib.core.errors import GraphError
 
 
 def is_array(x: object) -> bool:
-    """Whether a value is an array, or the shape and dtype of one."""
+    """True if a value is an array, or the shape and dtype of one."""
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
 
 

@@ -234,5 +234,5 @@ def _reach(flag: Tensor, length: str, memory: str) -> tuple[str, int] | None:
 
 
 def lowest(value: Any) -> bool:
-    """Whether a number is so low that it masks a score, as its replacement or as a bias."""
+    """True if a number is so low that it masks a score, as its replacement or as a bias."""
     return value is not None and bool(np.asarray(value) <= HIDING)

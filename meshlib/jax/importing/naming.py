@@ -294,7 +294,7 @@ class _NameCandidates:
                 self._call(d, name, shared=d not in self.of_variables and self._may_be_same(d, name))
 
     def _may_be_same(self, d: Axis, name: str) -> bool:
-        """Whether a dim may share the name with others, as the keys' dim of attention in several layers."""
+        """True if a dim may share the name with others, as the keys' dim of attention in several layers."""
         there = [self.axes.find(a) for a in self.axes.named.get(name, ())]
         return bool(there) and all(a.size == d.size for a in there) and self._may_share(d, name)
 

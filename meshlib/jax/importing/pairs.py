@@ -47,7 +47,7 @@ def parts_of(avals: Sequence[Any]) -> list[Any]:
 
 
 def is_complex(aval: Any) -> bool:
-    """Whether a value is complex."""
+    """True if a value is complex."""
     return str(aval.dtype).startswith("complex")
 
 

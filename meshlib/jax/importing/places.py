@@ -1,4 +1,4 @@
-"""Where equations of a traced function were written: source lines, named scopes, and the owners of files."""
+"""Origins of the equations of a traced function: source lines, named scopes, and the owners of files."""
 
 from __future__ import annotations
 

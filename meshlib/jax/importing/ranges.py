@@ -127,7 +127,7 @@ def restored_range(t: Tensor, begin: int, dim: Dimension) -> Tensor | None:
 
 
 def _pieces(t: Tensor, name: str) -> list[tuple[Tensor | float, int]]:
-    """What a tensor was concatenated and padded from along a dim, with sizes."""
+    """The parts from which a tensor was concatenated and padded along a dim, with sizes."""
     op = t.operation
     while op.opdef is TRANSPOSE:
         op = op.inputs[0].operation

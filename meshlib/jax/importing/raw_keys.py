@@ -20,7 +20,7 @@ def raw_keys(closed: Any) -> list[bool]:
 
 
 def _read(jaxpr: Any, values: Collection[Any]) -> bool:
-    """Whether a key is made of `values`, or of what is computed from them as uint32."""
+    """True if a key is made of `values`, or of what is computed from them as uint32."""
     reached = {*values}
     for eqn in jaxpr.eqns:
         places = [n for n, v in enumerate(eqn.invars) if not hasattr(v, "val") and v in reached]

@@ -65,7 +65,7 @@ def _bare(t: Tensor, *further: str) -> Tensor:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are computed alike."""
+    """True if two tensors are computed alike."""
     one, other = op_of(a), op_of(b)
     if len(one.outputs) > 1 or one is other:
         return a is b or len(one.outputs) == 1
@@ -298,7 +298,7 @@ def _written(
 
 
 def _fits(pattern: _ScorePattern, q: Tensor, k: Tensor) -> bool:
-    """Whether the scale is finite, and flags have dims of queries and keys alone."""
+    """True if the scale is finite, and flags have dims of queries and keys alone."""
     visible = {*q.shape.names, *k.shape.names}
     return math.isfinite(pattern.scale) and all({*f.shape.names} <= visible for f in pattern.flags)
 

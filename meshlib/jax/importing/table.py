@@ -19,7 +19,7 @@ Written = Sequence[Tensor | None] | Tensor
 
 @dataclass(frozen=True)
 class PrimitiveRule:
-    """How one primitive is imported.
+    """The import of one primitive.
 
     axes     sets the axes of the results, and unifies those of operands
     write    the results as tensors; they may lack dims of their axes, along which all elements are equal

@@ -149,7 +149,7 @@ class Tracing:
         return self._add(name, eqn, real, place) if rewritten is None else rewritten
 
     def _is_known(self, name: str, inner: Any, count: int) -> bool:
-        """Whether a call is a function of JAX's that has a rule here, and contains no derivative rules of others."""
+        """True if a call is a function of JAX's that has a rule here, and contains no derivative rules of others."""
         has_rule = (name in RULES or name in REWRITES) and count == OPERANDS.get(name, count)
         return author_of(inner) == "jax" and has_rule and not self._holds_rules(inner)
 
@@ -215,7 +215,7 @@ class Tracing:
         return outs
 
     def _are_empty(self, outs: Sequence[Var]) -> bool:
-        """Whether all results have no elements; those that have none are known."""
+        """True if all results have no elements; those that have none are known."""
         empty = [out for out in outs if 0 in out.shape]
         for out in empty:
             if not out.key:
@@ -363,7 +363,7 @@ def _typed(array: Array, out: Var) -> Array:
 
 
 def _saved_in(policy: Callable[..., Any], eqn: Any) -> str | None:
-    """Where a policy saves the result of a step: "hbm", "host", or None."""
+    """The memory in which a policy saves the result of a step: "hbm", "host", or None."""
     answer = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
     if type(answer).__name__ == "Offloadable":
         return "host"
@@ -378,7 +378,7 @@ def _branch_here(platforms: Sequence[tuple[str, ...] | None]) -> int | None:
 
 
 def _reads_keys(step: CodeStep) -> bool:
-    """Whether a step draws numbers with keys, or derives keys from others."""
+    """True if a step draws numbers with keys, or derives keys from others."""
     return any(x.key for x in step.ins) and (step.kind in DRAWS or all(out.key for out in step.outs))
 
 

@@ -87,7 +87,7 @@ def _run_axis(axes: Axes, step: CodeStep, x: Var, n: int, run: Run) -> Axis:
 
 
 def _tiles(x: Var, n: int, size: int) -> bool:
-    """Whether the axis is produced by a matmul, cut into equal tiles, and the tiles are used separately.
+    """True if the axis is produced by a matmul, cut into equal tiles, and the tiles are used separately.
 
     Such as queries, keys and values, or gate and up projection, of one matmul: each index of a tile is then on one
     device under any layout. Halves that are concatenated again, as in rotary embeddings, are slices of one dim instead.
@@ -106,7 +106,7 @@ def _tiles(x: Var, n: int, size: int) -> bool:
 
 
 def _cuts_a_part(user: CodeStep, x: Var, n: int, size: int) -> bool:
-    """Whether a split or slice cuts axis `n` into parts of this size, and no other axis."""
+    """True if a split or slice cuts axis `n` into parts of this size, and no other axis."""
     if user.kind == "split":
         return int(user.params["axis"]) == n and {*map(int, user.params["sizes"])} == {size}
     return all(
@@ -116,7 +116,7 @@ def _cuts_a_part(user: CodeStep, x: Var, n: int, size: int) -> bool:
 
 
 def _is_rejoined(x: Var, n: int) -> bool:
-    """Whether a value is concatenated with others along an axis, after element-wise steps."""
+    """True if a value is concatenated with others along an axis, after element-wise steps."""
     waiting, seen = [x], {x}
     while waiting:
         for user in waiting.pop().users:

@@ -38,7 +38,7 @@ def implementation(kernel: JaxAttention) -> str | None:
 
 
 def _accepted(kernel: JaxAttention) -> bool:
-    """Whether JAX takes this attention to cuDNN: not with a window to both sides, nor on GPUs before Ampere."""
+    """True if JAX takes this attention to cuDNN: not with a window to both sides, nor on GPUs before Ampere."""
     shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (kernel.q, kernel.k, kernel.v))
     try:
         jax.eval_shape(_function(kernel, "cudnn"), *shapes)

@@ -143,7 +143,7 @@ def noise_bytes(s: Settings) -> int:
 
 
 def looks_up_biases(config: TransformerConfig) -> bool:
-    """Whether MaxText looks biases up row by row: those of experts whose tokens are sorted."""
+    """True if MaxText looks biases up row by row: those of experts whose tokens are sorted."""
     return config.bias and config.experts is not None and config.experts.form == "grouped"
 
 

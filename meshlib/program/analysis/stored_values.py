@@ -36,7 +36,7 @@ _READERS = (*THROUGH, Kind.REDUCTION, Kind.CONTRACTION)
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """How consumers recompute a value: from which stored values, by which instructions, with how many lane operations.
+    """Recomputation of a value by its consumers: stored values, instructions, and number of lane operations.
 
     `of` tells for each whether it is read elementwise, at the position of the result.
     """

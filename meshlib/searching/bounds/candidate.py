@@ -235,7 +235,7 @@ class Bounds:
         )  # fmt: skip
 
     def _moves(self, chip: Chip) -> bool:
-        """Whether values between kernels are known to pass through HBM; a common memory (CMEM of v4) may hold some."""
+        """True if values between kernels are known to pass through HBM; a common memory (CMEM of v4) may hold some."""
         return not (self.alone or chip.cmem_bytes)
 
     # ------------------------------------------------------------ memory

@@ -67,7 +67,7 @@ def wire_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind:
 
 @lru_cache(maxsize=1 << 10)
 def overhead_seconds(slice_: Slice, sizes: tuple[int, ...], kind: str) -> float:
-    """Most of what a small collective over some axes takes beside its time on the wire, launch included."""
+    """Upper bound on a small collective's time over some axes beyond that on the wire, launch included."""
     most = 0.0
     for count in range(1, len(sizes) + 1):
         for axes in combinations(range(len(sizes)), count):

@@ -162,7 +162,7 @@ class CoreTime:
         return np.array(least)
 
     def _owed(self, flow: Flow, edge: Edge, count: int, exempt: _Exempt) -> Iterator[Sent]:
-        """What the collectives on an edge owe, one of `count` edges that they may serve."""
+        """The core's time for the collectives on an edge, one of `count` edges that they may serve."""
         batch = self.batch
         node = edge.target if edge.home is None else edge.source
         if node == exempt.left_out and edge.home is None:
@@ -240,7 +240,7 @@ def _waiting(share: float) -> float:
 
 
 class _Exempt:
-    """What collectives owe that may be chained to the first or the last product of a trip instead.
+    """The core's time for collectives that may be chained to the first or the last product of a trip instead.
 
     Attributes:
       left_out: the product whose collectives before it send most, and are left out; `hidden`: at most what is owed
@@ -269,7 +269,7 @@ class _Exempt:
 
     @property
     def hidden(self) -> Floats:
-        """Of collectives before the first product, or in pieces beside the last."""
+        """Hidden time of collectives before the first product, or in pieces beside the last."""
         attention = [n for n in self.before if self.flow.nodes[n].attention is not None]
         others = [x for n, x in self.before.items() if n not in attention]
         return _most(others) + sum(self.before[n] for n in attention) + _most(self.after[1].values())

@@ -100,7 +100,7 @@ class CriticalPath:
         return first, last
 
     def _in_pieces(self, edge: Edge) -> bool:
-        """Whether a collective on this edge may be large enough to run in pieces."""
+        """True if a collective on this edge may be large enough to run in pieces."""
         return self.splits.compiler.cuts_in_pieces(max(edge.sizes.values(), default=0.0))
 
     def _sent_seconds(self, sizes: Bytes, chosen: Sequence[int]) -> tuple[float, float]:

@@ -78,7 +78,7 @@ class Node:
 
     @property
     def is_apart(self) -> bool:
-        """Whether no other product can fuse it, so that values between both pass through HBM."""
+        """True if no other product can fuse it, so that values between both pass through HBM."""
         return any(x is not None for x in (self.placed, self.product, self.attention, self.loop))
 
 

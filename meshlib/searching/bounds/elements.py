@@ -71,7 +71,7 @@ class ElementTraffic:
 
 
 def is_product(i: Instruction) -> bool:
-    """Whether it is a product or fused attention."""
+    """True if it is a product or fused attention."""
     return isinstance(i, Compute) and (i.operation.opdef.kind is Kind.CONTRACTION or bool(i.operation.opdef.scores))
 
 

@@ -129,7 +129,7 @@ class _Maker:
         return number
 
     def _is_beside(self, reach: _Reach, target: Node) -> bool:
-        """Whether an edge from a product to a home, or from a variable to a product, is `beside`."""
+        """True if an edge from a product to a home, or from a variable to a product, is `beside`."""
         if self.nodes[reach.source].product is None:
             placed = self.nodes[reach.source].placed
             of_variable = placed is not None and placed.scope == "variables"
@@ -226,7 +226,7 @@ class _Maker:
                 self.full.add(y)
 
     def _is_full(self, i: Compute, y: Value) -> bool:
-        """Whether an operand has all dims of the result, maybe renamed, so that the result has no smaller factors."""
+        """True if an operand has all dims of the result, maybe renamed, so that the result has no smaller factors."""
         names = set(y.tensor.shape.names)
         return any(
             x in self.full and (x.local_size == y.local_size or names <= set(x.tensor.shape.names)) for x in i.inputs
@@ -275,12 +275,12 @@ class _Maker:
 
 
 def _is_large(i: Instruction) -> bool:
-    """Whether it is a loop, or a kernel without a product."""
+    """True if it is a loop, or a kernel without a product."""
     return not isinstance(i, Compute) or i.operation.opdef.kind is Kind.CONTRACTION or bool(i.operation.opdef.scores)
 
 
 def _keeps_elements(op: Operation) -> bool:
-    """Whether each operand element appears in the result at the same position along every dim."""
+    """True if each operand element appears in the result at the same position along every dim."""
     kind = op.opdef
     if kind.kind not in (Kind.ELEMENTWISE, Kind.VIEW) or kind.reads_part or kind.writes_part:
         return False
@@ -288,7 +288,7 @@ def _keeps_elements(op: Operation) -> bool:
 
 
 def is_gradient(y: Value) -> bool:
-    """Whether a result of a loop is the gradient of a variable."""
+    """True if a result of a loop is the gradient of a variable."""
     op = y.tensor.operation
     return y.tensor in op.graph.gradient_of and y.tensor in op.public_outputs
 
@@ -306,6 +306,6 @@ def _smaller(a: Bytes, b: Bytes) -> Bytes:
 
 
 def _adds_up(body: Program, before: Value, after: Value) -> bool:
-    """Whether a carry may be a pending sum: its only user computes its next value."""
+    """True if a carry may be a pending sum: its only user computes its next value."""
     users = [i for i in body.instructions if before in i.inputs]
     return not users or (len(users) == 1 and after in users[0].outputs)

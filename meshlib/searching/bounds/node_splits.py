@@ -113,7 +113,7 @@ class NodeSplits:
         return (operand, dim) if dim and self._stays(placed, axis) else None
 
     def _stays(self, placed: Placed, axis: int) -> bool:
-        """Whether a weight is stationary over an axis, through any of its dims."""
+        """True if a weight is stationary over an axis, through any of its dims."""
         layout, name = self.candidate.layout, self.axes[axis][0]
         return any(name in stationary_axes(layout, d) for d in placed.shape)
 

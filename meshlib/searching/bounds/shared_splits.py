@@ -127,7 +127,7 @@ class Batch:
         return seconds
 
     def _is_plain(self, node: Node) -> bool:
-        """Whether the splits of a node are known exactly."""
+        """True if the splits of a node are known exactly."""
         return node.product is not None and not (node.smaller or node.laid or any(s.free for s in node.splits or ()))
 
     def _without_duplicates(self, node: Node, options: Options, seconds: Floats, axis: int) -> Floats:
@@ -227,7 +227,7 @@ class Batch:
         return sends
 
     def in_pieces(self, flow: Flow, edge: Edge, kinds: Ints) -> Bools:
-        """Whether a collective may be large enough to run in pieces."""
+        """True if a collective may be large enough to run in pieces."""
         in_pieces: Bools = np.isin(kinds, SUMS) | ((kinds == GATHERS) & (flow.nodes[edge.target].attention is None))
         return in_pieces & self.compiler.cuts_in_pieces(max(edge.sizes.values(), default=0.0))
 

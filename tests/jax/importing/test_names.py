@@ -178,7 +178,7 @@ def test_partition_specs_become_rules():
     program = mtf.lower(graph.outputs, mesh="data:2;model:2", layout=rules)
     assert {c.axes for c in program.collectives} == {("model",), ("data",)}
     assert str(graph.layout(None, P(("data", "model")))) == "batch:data+model;length:;d_model:"
-    with pytest.raises(LayoutError, match=r"lies on data in 'params/k'.*but on model"):
+    with pytest.raises(LayoutError, match=r"is split over data in 'params/k'.*but over model"):
         graph.layout({"q": P("model"), "k": P("data"), "v": None, "o": None})
     with pytest.raises(LayoutError, match=r"4 entries for the 3 axes of x"):
         graph.layout(None, P("data", None, None, None))
@@ -195,13 +195,13 @@ def test_axes_that_a_spec_leaves_out_lie_as_others_say():
     graph = mtf.from_jax(loss, shapes, S((16, 8), "float32"), names={"x": "batch d_in", "p.up": "d_in d_ff"})
     specs = {"up": P(None, "model"), "bias": P(), "down": P("model"), "last": P()}
     assert str(graph.layout(specs, P("data"))) == "d_in:;d_ff:model;down_1:;batch:data"
-    with pytest.raises(LayoutError, match=r"'d_ff' lies on no axis in 'p/bias'.*but on model"):
+    with pytest.raises(LayoutError, match=r"'d_ff' is split over no axis in 'p/bias'.*but over model"):
         graph.layout(specs | {"bias": P(None)}, None)
-    with pytest.raises(LayoutError, match=r"'d_ff' lies on model in 'p/up'.*but on data in 'p/down'"):
+    with pytest.raises(LayoutError, match=r"'d_ff' is split over model in 'p/up'.*but over data in 'p/down'"):
         graph.layout(specs | {"down": P("data")}, None)
     both = graph.layout({"up": P("data", "model"), "bias": P(), "down": P("model"), "last": P("data")}, None)
     assert str(both) == "down_1:data;d_in:data;d_ff:model"
-    with pytest.raises(LayoutError, match=r"'d_in' lies on data in 'p/up'.*but on no axis in 'x' \('data', None\)"):
+    with pytest.raises(LayoutError, match=r"'d_in' is split over data.*but over no axis in 'x' \('data', None\)"):
         graph.layout({"up": P("data")}, P("data"))
 
 

@@ -74,7 +74,7 @@ def _needed_part(body: Any, consts: int, live: list[bool]) -> tuple[Any, list[bo
 
 
 def _deciding(w: _While, operands: Sequence[Var], flag: Any) -> tuple[Any, Any, list[list[Var]], list[Var]]:
-    """What decides a part of the condition: test, body, constants of both, and the carries as the loop begins."""
+    """The inputs of a part of the condition: test, body, constants of both, and the carries as the loop begins."""
     of_cond, of_body, carries = w.parted(operands)
     one_flag = w.cond.jaxpr.replace(outvars=[flag])
     _, needed = dce_jaxpr(one_flag, [True], instantiate=False)

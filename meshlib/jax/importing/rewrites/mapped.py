@@ -219,7 +219,7 @@ def _without(held: Any, over: _Over) -> Any:
 
 
 def _permuted(x: Any, axis: Any, perm: Sequence[tuple[int, int]], sizes: Mapping[str, int]) -> Any:
-    """What each block receives in a permute; zeros if it has no source."""
+    """The values that each block receives in a permute; zeros if it has no source."""
     names = (axis,) if isinstance(axis, str) else tuple(axis)
     count = prod(sizes[a] for a in names)
     if len(perm) == count:
