@@ -42,6 +42,7 @@ from meshlib.jax.importing.leaves import (
     COMPLEX,
     check_call,
     concrete,
+    explicit_sharding,
     is_array,
     leaves_of,
     named_leaves,
@@ -198,7 +199,10 @@ def _in_arrays(fn: Callable[..., Any], own: Sequence[str], args: Sequence[Any]) 
     if odd is not None:
         raise GraphError(f"{at(WHAT)}: an argument is an array of {odd.dtype} {list(odd.shape)}; give numbers or flags")
     specs = tuple(
-        jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)) for x in held
+        jax.ShapeDtypeStruct(
+            x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True), sharding=explicit_sharding(x)
+        )
+        for x in held
     )
     names = [
         "/".join((name, *words(path)))

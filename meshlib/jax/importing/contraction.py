@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from layouts import Dimension, Shape
-from meshlib.core.dtypes import as_dtype
+from meshlib.core.dtypes import DType, as_dtype
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
 from meshlib.jax.importing.code import DTYPES, Code, CodeStep, Var
@@ -93,7 +93,7 @@ def _dot(w: StepWriter, step: CodeStep) -> Tensor:
     summed = list(w.shape(contracted))
     if len(summed) == 1:
         for p, v in ((a, b), (b, a)):
-            if summed[0] in p.shape and (result := fused(p, v)) is not None:
+            if summed[0] in p.shape and (result := fused(p, v, _dtype_read(out))) is not None:
                 return result
     # bfloat16 factors of a float32 product are exact in float32; the MXU sees the same operands.
     dtype = max((a.dtype, b.dtype, as_dtype(DTYPES[out.dtype])), key=lambda t: (t.is_float, t.itemsize))
@@ -101,6 +101,19 @@ def _dot(w: StepWriter, step: CodeStep) -> Tensor:
     nowhere = prod(d.size for d in summed if d not in a.shape and d not in b.shape)
     result = _summed_product(a, b, summed, w.shape(out.axes), precision_of(step))
     return result if nowhere == 1 else multiply(result, nowhere)
+
+
+def _dtype_read(x: Var) -> DType:
+    """The dtype in which a float is read: its own, or a smaller one to which all uses cast it, once moved."""
+    own = as_dtype(DTYPES[x.dtype])
+    read = [own] * (not x.users)
+    for user in x.users:
+        if user.kind in ("transpose", "reshape", "squeeze"):
+            read.append(_dtype_read(user.outs[0]))
+        else:
+            read.append(as_dtype(DTYPES[user.outs[0].dtype]) if user.kind == "convert_element_type" else own)
+    widest = max(read, key=lambda d: d.itemsize)
+    return widest if widest.itemsize < own.itemsize and all(d.is_float for d in read) else own
 
 
 def _summed_product(a: Tensor, b: Tensor, summed: Sequence[Dimension], out: Shape, precision: str) -> Tensor:

@@ -18,6 +18,13 @@ def is_array(x: object) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
 
 
+def explicit_sharding(x: Any) -> Any:
+    """How an array is split over a mesh with explicit axes, which is part of its type in JAX; otherwise None."""
+    sharding = getattr(x, "sharding", None)
+    types = getattr(getattr(sharding, "mesh", None), "axis_types", None) or ()
+    return sharding if jax.sharding.AxisType.Explicit in types else None
+
+
 def parameter_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
     """Parameter names of a function; `arg_<n>` where they are unknown."""
     try:

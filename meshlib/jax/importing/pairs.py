@@ -191,6 +191,6 @@ _RULES: dict[str, Callable[..., Any]] = {
 }
 
 
-def aval_of(x: Var) -> jax.ShapeDtypeStruct:
-    """Type of a real value."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+def aval_of(x: Any) -> jax.ShapeDtypeStruct:
+    """Type of a value, without its split over explicit mesh axes, which all operations on it would have to carry on."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))

@@ -13,6 +13,7 @@ from functools import reduce
 import numpy as np
 
 from layouts import Dimension, Shape
+from meshlib.core.dtypes import DType
 from meshlib.core.graph import Operation, Tensor
 from meshlib.jax.importing.masks import HIDING, conjuncts, known, lowest, negated, number_of, op_of, seen_by
 from meshlib.ops.fused_attention.attention import attention
@@ -25,15 +26,17 @@ _SAME = ("cast", "identity", "broadcast", "transpose")
 
 @dataclass
 class _ScorePattern:
-    """Scale and masks of the scores, collected backwards from the softmax."""
+    """Scale and masks of the scores, collected backwards from the softmax; the least dtype of the result."""
 
+    dtype: DType
     scale: float = 1.0
     flags: list[Tensor] = field(default_factory=list)
 
 
-def fused(p: Tensor, v: Tensor) -> Tensor | None:
+def fused(p: Tensor, v: Tensor, dtype: DType) -> Tensor | None:
     """The attention that computes `p` v, if `p` is a softmax over a dim of v; otherwise None.
 
+    It is in `dtype`, in which its result is read, or in that of an operand if wider, so that nothing is rounded.
     The result has the dims of the queries and the feature dim of the values.
     """
     op, again = op_of(_bare(p)), []
@@ -43,7 +46,7 @@ def fused(p: Tensor, v: Tensor) -> Tensor | None:
     if scores is None:
         return None
     x, memory = scores
-    pattern = _ScorePattern()
+    pattern = _ScorePattern(dtype)
     product = _product(x, memory, pattern)
     if product is None or memory not in v.shape:
         return None
@@ -282,7 +285,7 @@ def _written(
         return None
     length = _length(lengths, memory, pattern.flags)
     seen = seen_by(pattern.flags, length, memory)
-    dtype = min((q, k, v), key=lambda t: t.dtype.itemsize).dtype
+    dtype = max((pattern.dtype, q.dtype, k.dtype, v.dtype), key=lambda t: t.itemsize)
     q, k, v = (cast(t, dtype) for t in (q, k, v))
     if len(v.shape) != len(batch) + 1 + len(of_values):
         v = broadcast(v, [*batch, memory, *of_values])

@@ -160,7 +160,7 @@ class Tracing:
         other = as_signed(step) or (REWRITES[name](step) if name in REWRITES else None)
         if other is None:
             return None
-        written = jax.make_jaxpr(other)(*(v.aval for v in eqn.invars))
+        written = jax.make_jaxpr(other)(*(aval_of(v.aval) for v in eqn.invars))
         outer = self.axis_env
         if name == "shard_map":
             self.axis_env = (*outer, *mapped_axes(params).items())

@@ -252,6 +252,22 @@ def test_bfloat16_with_a_softmax_in_float32():
     assert {x.dtype.name for x in found.inputs} == {"bfloat16"}
 
 
+@pytest.mark.parametrize("narrow", ["qk", "qkv"])
+def test_a_result_in_float32_is_not_rounded_to_the_operands_dtype(narrow):
+    def loss(params, x):
+        q, k, v = qkv(x, params)
+        several = zip("qkv", (q, k, v), strict=True)
+        q, k, v = (a.astype(jnp.bfloat16).astype(x.dtype) if n in narrow else a for n, a in several)
+        p = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return jnp.einsum("bhqk,bkhd->bqhd", p, v).transpose(0, 2, 1, 3)
+
+    params = {n: weights(16, H, D) for n in "qkv"}
+    names = {"x": "batch length d_model", "params.*": "d_model heads head_dim"}
+    graph = mtf.from_jax(loss, params, weights(B, L, 16), names=names)
+    (op,) = [op for op in graph.operations if op.opdef.name == "attention"]
+    assert op.output.dtype.name == "float32"
+
+
 def test_values_of_another_size_than_the_keys():
     """Multi-head latent attention: keys have further features for positions, in a slice of the same projection."""
 

@@ -21,6 +21,12 @@ I = tokens(4, 6, below=8)  # noqa: E741
 # Each takes x and y [4, 6, 8] and indices [4, 6] below 8.
 TABLE = np.arange(64, dtype="float32").reshape(4, 2, 8) % 7
 FUNCTIONS = {
+    "reshapes that reorder": lambda x, y, i: (
+        lax.reshape(x, (4, 48), (2, 0, 1)).sum(-1)
+        + jax.vmap(lambda a, b: lax.conv(a[:, None], b[:, None, :3], (1,), [(2, 0)]), (2, 2), 3)(x, y).sum((0, 1, 2))[
+            :4
+        ]
+    ),
     "curves": lambda x, y, i: (
         jnp.log1p(jnp.abs(x))
         + jnp.expm1(x)
@@ -157,7 +163,8 @@ FUNCTIONS = {
 # Compiling what they are compared with takes longest.
 SAMPLE = (
     "activations", "logic", "reductions", "order", "running", "shapes", "windows", "updates", "lookups",
-    "several indices", "sums by index", "scans", "branches", "checkpoints", "no common factors",
+    "reshapes that reorder", "several indices", "sums by index", "scans", "branches", "checkpoints",
+    "no common factors",
 )  # fmt: skip
 
 

@@ -118,6 +118,26 @@ def test_an_ambient_mesh_needs_no_devices_and_its_axes_are_constraints() -> None
     assert [(c.kind, c.axes) for c in program.collectives] == [("all_reduce", ("b",)), ("all_reduce", ("a",))]
 
 
+def test_types_that_name_explicit_axes() -> None:
+    """Arguments keep them, as under `jit`; blocks of a `shard_map` have none, nor has what is rewritten."""
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+
+    def body(x, w):
+        y = lax.ragged_dot(x.reshape(2, -1, 4).reshape(-1, 4), w, jnp.array([1, len(x) - 1]))
+        return lax.psum(y, "b")
+
+    def loss(w, x):
+        x = lax.with_sharding_constraint(lax.cond(x.sum() > 0, lambda x: 2 * x, lambda x: x, x), P("a", None))
+        both = jnp.stack([w, 2 * w])
+        return (
+            jax.shard_map(body, in_specs=(P("a", None), P()), out_specs=P("a"), check_vma=False)(x, both) ** 2
+        ).sum()
+
+    w, x = (jax.device_put(v, jax.NamedSharding(mesh, spec)) for v, spec in ((W, P()), (X, P("a", None))))
+    with jax.set_mesh(mesh):
+        compared(loss, w, x, names=NAMES, layouts=LAYOUTS[:1])
+
+
 def test_constants_of_the_body_bear_no_mesh() -> None:
     """As those of jitted functions of JAX's own, under a mesh that is set."""
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)

@@ -25,6 +25,7 @@ from meshlib.jax.importing.rewrites.table import Function, rewrite
 from meshlib.jax.importing.table import rule, same_axes
 
 Axes = tuple[str, ...]
+_NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 # Mesh axes that split each axis of an array, in the form of a constraint.
@@ -58,7 +59,8 @@ def _mapped(step: CodeStep) -> Function:
         for axis in reversed(manual):
             where = tuple(0 if axis in [a for e in axes for a in e] else None for axes in ins)
             function = jax.vmap(function, where, 0, axis_name=axis, axis_size=sizes[axis])
-        local_results = function(*blocks)
+        with jax.sharding.use_abstract_mesh(_NO_MESH):  # blocks are not split over axes of the mesh around them
+            local_results = function(*blocks)
         return [
             _joined(y, axes, manual, sizes, bool(p["check_vma"])) for y, axes in zip(local_results, outs, strict=True)
         ]

@@ -1,4 +1,4 @@
-"""Sorting by several keys, and reductions over a named axis of `vmap`."""
+"""Sorting by several keys, reshapes that read axes in another order, and reductions over a named axis of `vmap`."""
 
 from __future__ import annotations
 
@@ -35,3 +35,11 @@ def _over_axes(step: CodeStep) -> Function | None:
 
 
 rewrite("psum pmax pmin", _over_axes)
+
+
+def _reordered(step: CodeStep) -> Function | None:
+    order = step.params["dimensions"]  # as `vmap` of a convolution gives it
+    return None if order is None else lambda x: lax.reshape(lax.transpose(x, order), step.params["new_sizes"])
+
+
+rewrite("reshape", _reordered)
