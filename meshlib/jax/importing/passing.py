@@ -8,7 +8,7 @@ from typing import Any
 from meshlib.core.dtypes import as_dtype
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes
-from meshlib.jax.importing.code import DTYPES, NARROW, CodeStep
+from meshlib.jax.importing.code import DTYPES, NARROW, CodeStep, Var
 from meshlib.jax.importing.integers import converted
 from meshlib.jax.importing.masks import hot
 from meshlib.jax.importing.table import rule, same_axes
@@ -67,12 +67,30 @@ def _constraint(w: StepWriter, step: CodeStep) -> Tensor:
 
 def split_by(w: StepWriter, step: CodeStep, spec: Sequence[Any]) -> Tensor:
     """The operand of a step that constrains its sharding by this spec."""
-    (x,), (out,) = step.ins, step.outs
+    return _split(w, step, step.ins[0], step.outs[0], spec)
+
+
+def _split(w: StepWriter, step: CodeStep, x: Var, out: Var, spec: Sequence[Any]) -> Tensor:
     parts = [w.shape([a]) for a in out.axes]
     return w.constraints.record(w.full(w.under(x, out.axes), out.axes), parts, spec, step.place.line)
 
 
+def _put(w: StepWriter, step: CodeStep) -> list[Tensor | None]:
+    specs = [getattr(place, "spec", None) for place in step.params["devices"]]
+    return [
+        w.tensor(x) if spec is None else _split(w, step, x, out, spec)
+        for x, out, spec in zip(step.ins, step.outs, specs, strict=True)
+    ]
+
+
+def _elsewhere(step: CodeStep) -> str | None:
+    kinds = [str(getattr(place, "memory_kind", place)) for place in step.params["devices"]]
+    host = any(kind.lower().endswith("host") for kind in kinds)
+    return "to the host's memory; leave it out, and name values for mtf.remat(..., offload=[...])" if host else None
+
+
 rule("sharding_constraint", axes=same_axes, write=_constraint, fold=lambda step, x: x, by_element=True)
+rule("device_put", axes=_pass_axes, write=_put, fold=lambda step, *xs: xs[0], fault=_elsewhere, by_element=True)
 rule(
     "stop_gradient",
     axes=same_axes,

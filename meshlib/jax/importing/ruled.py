@@ -47,13 +47,13 @@ class Ruled:
     floating: tuple[int, ...]
 
 
-def ruled(eqn: Any, axis_env: Sequence[tuple[str, int]] = ()) -> Ruled:
-    """Forward and backward functions of a call with a rule; `axis_env`: enclosing mapped axes."""
+def ruled(eqn: Any, ins: Sequence[Var], axis_env: Sequence[tuple[str, int]] = ()) -> Ruled:
+    """Forward and backward functions of a call of `ins` with a rule; `axis_env`: enclosing mapped axes."""
     operands, results = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
     reals, outs = parts_of(operands), parts_of(results)
-    # As in JAX, the nonlinear operands of a `linear_call`, and captured values, have no cotangent.
+    # As in JAX, the nonlinear operands of a `linear_call`, captured values and constants have no cotangent.
     fixed = sum(eqn.params.get(name, 0) for name in ("num_callee_consts", "num_res", "num_consts"))
-    moving = tuple(n for n, a in enumerate(reals) if _is_float(a) and n >= fixed)
+    moving = tuple(n for n, (a, x) in enumerate(zip(reals, ins, strict=True)) if _is_float(a) and n >= fixed and x.data)
     floating = tuple(n for n, a in enumerate(outs) if _is_float(a))
     function, env = _function(eqn), list(axis_env)
     trees: list[Any] = []

@@ -286,11 +286,10 @@ class Tracing:
             why = "it closes over a value that the arguments determine, for which its derivative rule says nothing"
             return self._refuse(eqn, f"{named(eqn)}: {why}; pass that value as an argument")
         try:
-            call = ruled(eqn, self.axis_env)
-        except (TypeError, ValueError, NotImplementedError, NameError) as fault:
-            return self._refuse(
-                eqn, f"{named(eqn)}: its derivative rule can't be traced: {str(fault).splitlines()[0]:.200}"
-            )
+            call = ruled(eqn, flat(ins), self.axis_env)
+        except Exception as fault:  # the rule is the user's
+            why = next(iter(str(fault).splitlines()), type(fault).__name__)
+            return self._refuse(eqn, f"{named(eqn)}: its derivative rule can't be traced: {why:.200}")
         operands, self.in_rule = flat(ins), True
         forward = self.body(call.forward, operands, SourcePlace(place.line, ()))
         results = len(parts_of([v.aval for v in eqn.outvars]))

@@ -142,6 +142,23 @@ def called(function, x):
 called.defvjp(lambda function, x: (function(x), None), lambda function, _, dy: (dy,))
 
 
+def test_a_constant_operand_is_not_perturbed() -> None:
+    """Rules with symbolic zeros ask; Equinox's assert it of operands without a gradient."""
+
+    @jax.custom_vjp
+    def scaled(x, by):
+        return x * by
+
+    def forward(x, by):
+        assert (x.perturbed, by.perturbed) == (True, False)
+        return x.value * by.value, None
+
+    scaled.defvjp(forward, lambda _, dy: (3 * dy, None), symbolic_zeros=True)
+    compared(lambda x: scaled(x, jnp.float32(2)).sum(), X)
+    with pytest.raises(NotImported, match="derivative rule can't be traced: assert"):
+        mtf.from_jax(lambda x: scaled(jnp.float32(2), x).sum(), X)
+
+
 def test_a_rule_that_says_nothing_of_what_its_function_closes_over() -> None:
     """JAX refuses to differentiate by it, too."""
     compared(lambda w: (called(lambda x: x * Y, w) ** 2).sum(), X, names={"w": "rows cols"})

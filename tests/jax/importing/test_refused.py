@@ -32,6 +32,7 @@ ROWS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "complex lu": (lambda w: jnp.linalg.solve(w + 1j, w + 0j).real.sum(), r"complex lu \(.*: an unknown primitive"),
     "bessel_i0e": (lambda w: jax.scipy.special.i0e(w).sum(), r"bessel_i0e \(.*: an unknown primitive"),
     "bitcast_convert_type": (lambda w: (lax.bitcast_convert_type(w, "int32") & 1).sum(), r"bitcast_convert_type \("),
+    "device_put": (lambda w: jax.device_put(w * 2, jax.memory.Space.Host).sum(), r"device_put \(.*to the host's mem"),
     "approx_top_k": (lambda w: lax.approx_max_k(w, 2)[0].sum(), r"approx_top_k \(.*: an unknown primitive"),
     "new_ref": (referred, r"new_ref \(.*: an unknown primitive"),
     "while": (
