@@ -113,7 +113,7 @@ def _named_dim(text: str, what: str, among: Iterable[Tensor]) -> Dimension:
             return new_dim
         except (LayoutError, ValueError) as fault:
             raise ShapeError(f"{what} ({source_line()}): {text!r} is not a dim such as 'batch:8': {fault}") from None
-    dim_of = {d.name: d for x in among for d in x.shape}
+    dim_of = {d.name: d for x in among for d in tensor(x, what).shape}
     known_dim = dim_of.get(text.strip())
     if known_dim is None:
         hint = nearest(text, dim_of) if dim_of else f"; give its size too, such as '{text}:8'"

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import BinaryIO
 
+from layouts.parsing import is_iterable
 from meshlib.core.errors import DataError
 from meshlib.core.file_sets import FileSet
 from meshlib.core.files import Replacement
@@ -132,7 +133,7 @@ def write(path: str | os.PathLike[str], records: Iterable[bytes], compression: s
 
     Raises: also DataError if `records` is a single bytes object.
     """
-    if isinstance(records, bytes | bytearray | memoryview | str) or not isinstance(records, Iterable):
+    if isinstance(records, bytes | bytearray | memoryview | str) or not is_iterable(records):
         raise DataError(f"records: expected several records, got {type(records).__name__} {records!r:.80}")
     with Writer(path, compression) as writer:
         for data in records:

@@ -28,6 +28,7 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 
 from layouts import Shape
+from layouts.parsing import is_iterable
 from meshlib.core.dtypes import BFLOAT16, BOOL, INT4, INT32, DType
 from meshlib.core.errors import CheckpointError, DamagedError, nearest
 from meshlib.core.files import open_file, replace_file
@@ -422,7 +423,7 @@ def _check_simulation(sim: object, what: str, call: str) -> None:
 def _patterns(only: object) -> list[str] | None:
     if only is None:
         return None
-    patterns: list[Any] = [only] if isinstance(only, str) or not isinstance(only, Iterable) else list(only)
+    patterns: list[Any] = [only] if isinstance(only, str) or not is_iterable(only) else list(only)
     if not patterns or not all(isinstance(p, str) for p in patterns):
         raise CheckpointError(f"load: only takes names or patterns of variables, got {only!r:.80}")
     return patterns

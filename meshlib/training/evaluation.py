@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from layouts.parsing import is_iterable
 from meshlib.core.arguments import at
 from meshlib.core.errors import FeedError, GraphError
 from meshlib.data import Data, Feed
@@ -55,7 +56,7 @@ class Evaluation:
         require_program(self.program, "Evaluation")
         if isinstance(self.every, bool) or not isinstance(self.every, int | np.integer) or self.every < 1:
             raise GraphError(f"{what}: every must be an integer >= 1, got {self.every!r:.80}")
-        if not isinstance(self.data, Iterable) or iter(self.data) is self.data:
+        if not is_iterable(self.data) or iter(self.data) is self.data:
             raise FeedError(
                 f"{what}: data must start over for each evaluation, as mtf.data does; got {self.data!r:.80}"
             )

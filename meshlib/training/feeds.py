@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from layouts.parsing import is_iterable
 from meshlib.core.arguments import at
 from meshlib.core.documents import COUNT
 from meshlib.core.errors import FeedError
@@ -109,6 +110,6 @@ def feeding_of(data: Any) -> Feeding:
         return iter(data)
     if isinstance(data, Batches):
         return _OfBatches(data)
-    if not isinstance(data, Iterable) or isinstance(data, str | bytes | Mapping):
+    if not is_iterable(data) or isinstance(data, str | bytes | Mapping):
         raise FeedError(f"{at('train')}: data must be mtf.data, or an iterable of dicts, got {data!r:.80}")
     return _Counted(data)

@@ -480,6 +480,16 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         mtf.ShapeError,
         [rf"reshape \({LINE}\)", "32 elements", "has 30"],
     ),
+    "reshape of a list": (
+        in_graph(lambda: mtf.reshape([x()], "batch")),  # type: ignore[arg-type]
+        mtf.ShapeError,
+        [rf"reshape \({LINE}\)", "list"],
+    ),
+    "compile an array without dims": (
+        lambda: mtf.compile_for(np.array("x"), "v5e-4"),
+        mtf.GraphError,
+        ["compile_for: expected a program", "ndarray"],
+    ),
     "rename onto a dim that is there": (
         in_graph(lambda: mtf.rename_dimension(x(), "inner", "batch")),
         mtf.ShapeError,

@@ -398,6 +398,8 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "groups": (lambda: mtf.conv2d(*small(), groups=3), "3 groups do not divide the channels c:4 and o:6"),
     "filters of all groups": (lambda: mtf.conv2d(*small(), groups=2), r"4 of the channels 'c', but need 4 / 2 .*= 2"),
     "stride 0": (lambda: mtf.conv2d(*small(), 0), "stride of dim 'h' must be at least 1, got 0"),
+    "stride 10**30": (lambda: mtf.max_pool(small()[0], {"h": 2}, 10**30), "of dim .h. must be at most 2147483647"),
+    "padding 10**30": (lambda: mtf.conv2d(*small(), padding=10**30), "padding of dim 'h' must be at most 2147483647"),
     "three strides": (lambda: mtf.conv2d(*small(), [1, 2, 3]), "stride must have 2 entries"),
     "stride of another dim": (lambda: mtf.conv2d(*small(), {"c": 2}), "stride names c; the dims with windows are"),
     "padding": (lambda: mtf.conv2d(*small(), padding="FULL"), "padding of dim 'h' must be 'SAME' or 'VALID'"),

@@ -110,7 +110,7 @@ class BytePairs:
         what = f"{WHAT}.learn"
         if progress is not None and not callable(progress):
             raise GraphError(f"{at(what)}: progress must be a function, got {progress!r:.80}")
-        given = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else [texts]
+        given: list[Any] = [texts] if isinstance(texts, str) or not is_iterable(texts) else list(texts)
         if not all(isinstance(text, str) for text in given):
             strange = next(text for text in given if not isinstance(text, str))
             raise GraphError(f"{at(what)}: texts must be text, got {type(strange).__name__} {strange!r:.80}")

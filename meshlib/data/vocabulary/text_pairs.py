@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from layouts.parsing import is_iterable
 from meshlib.core.arguments import at, choice, flag, whole
 from meshlib.core.errors import GraphError
 
@@ -223,7 +224,7 @@ class _TextRows:
 
 
 def _given(values: object, what: str, name: str) -> Iterator[Any]:
-    if isinstance(values, str) or not isinstance(values, Iterable):
+    if isinstance(values, str) or not is_iterable(values):
         raise GraphError(f"{at(what)}: {name} must be several, got {type(values).__name__} {values!r:.80}")
     return iter(values)
 

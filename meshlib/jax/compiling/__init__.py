@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
+from layouts.parsing import is_iterable
 from meshlib.core.arguments import POSITIVE, at, bounded
 from meshlib.core.errors import GraphError, MissingError, ProgramError
 from meshlib.core.slices import slice_for
@@ -68,7 +69,7 @@ def compile_for(
       (True, True, 0)
     """
     one = isinstance(program, Program)
-    programs = (program,) if one else tuple(program) if isinstance(program, Iterable) else (program,)
+    programs = (program,) if one else tuple(program) if is_iterable(program) else (program,)
     if not programs:
         raise GraphError(f"{at('compile_for')}: give a program, or a list with at least one")
     for p in programs:

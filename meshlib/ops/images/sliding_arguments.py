@@ -14,14 +14,17 @@ from meshlib.ops.images.sliding import Range
 PerDim = int | Sequence[int] | Mapping[Dimension | str, int]
 Padding = str | int | Sequence[Any] | Mapping[Dimension | str, Any]
 PADDINGS = ("SAME", "VALID")
+MOST = 2**31 - 1  # positions are computed in 64-bit integers
 
 
 def numbers_per_dim(value: object, dims: Sequence[Dimension], what: str, argument: str) -> list[int]:
-    """Integers >= 1 per dim: given as one for all, as a list, or by name (1 where missing)."""
+    """Integers from 1 to `MOST` per dim: given as one for all, as a list, or by name (1 where missing)."""
     numbers = [whole(n, what, f"{argument} of dim '{d.name}'") for d, n in _per_dim(value, dims, what, argument, 1)]
     for d, n in zip(dims, numbers, strict=True):
         if n < 1:
             raise ShapeError(f"{at(what)}: {argument} of dim '{d.name}' must be at least 1, got {n}")
+        if n > MOST:
+            raise ShapeError(f"{at(what)}: {argument} of dim '{d.name}' must be at most {MOST}")
     return numbers
 
 
@@ -42,6 +45,8 @@ def paddings_per_dim(value: object, dims: Sequence[Dimension], what: str) -> lis
         before, after = (whole(n, what, f"padding of dim '{d.name}'") for n in ends)
         if min(before, after) < 0:
             raise ShapeError(f"{at(what)}: padding of dim '{d.name}' must not be negative, got ({before}, {after})")
+        if max(before, after) > MOST:
+            raise ShapeError(f"{at(what)}: padding of dim '{d.name}' must be at most {MOST}")
         paddings.append((before, after))
     return paddings
 
