@@ -59,9 +59,9 @@ class RingStep:
     def __str__(self) -> str:
         if not self.transfers:
             return "\n".join(["start", *_rows(self)])
-        verb = "add" if self.transfers[0].adds else "take"
+        verb = "add" if self.transfers[0].adds else "store"
         transfers = [f"{t.sender} > {t.receiver}: block {t.block}" for t in self.transfers]
-        head = f"step {self.number}, {self.phase}, receivers {verb} what arrives:"
+        head = f"step {self.number}, {self.phase}, receivers {verb} blocks:"
         return "\n".join([*_wrapped(head, transfers), *_rows(self)])
 
 
@@ -143,7 +143,7 @@ def ring_steps(kind: str, data: Sequence[Any]) -> RingRun:
     Example:
       >>> run = ring_steps("all_reduce", [[1, 2], [10, 20]])
       >>> print(run.steps[1])
-      step 1, reduce_scatter, receivers add what arrives: 0 > 1: block 1, 1 > 0: block 0
+      step 1, reduce_scatter, receivers add blocks: 0 > 1: block 1, 1 > 0: block 0
         node 0   11*   .
         node 1   .     22*
       >>> [result.tolist() for result in run.results]

@@ -71,15 +71,15 @@ class Sampling:
         return [*accepted, self.draw(self.probabilities(logits[len(drafts)]), random)]
 
 
-def repeated(tokens: Sequence[int], count: int, most: int = 3) -> list[int]:
-    """Prompt-lookup drafts: the tokens after the previous occurrence of the last few tokens.
+def repeated(tokens: Sequence[int], count: int) -> list[int]:
+    """Prompt-lookup drafts: the tokens after the previous occurrence of the last three tokens, or two or one.
 
     >>> repeated([5, 1, 2, 3, 9, 1, 2], count=2)
     [3, 9]
     >>> repeated([1, 2, 3], count=2)
     []
     """
-    for n in range(min(most, len(tokens) - 1), 0, -1):
+    for n in range(min(3, len(tokens) - 1), 0, -1):
         last = list(tokens[-n:])
         for begin in range(len(tokens) - n - 1, -1, -1):
             if list(tokens[begin : begin + n]) == last:

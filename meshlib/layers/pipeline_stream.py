@@ -69,12 +69,12 @@ class Stream:
         slots = update_slice(slots, reshape(moved, [self.stage, *rest]), self.slot, 0)
         return where(enters, held, 0, output_shape=held.shape), slots
 
-    def end(self, slots: Tensor, name: str = "out") -> Tensor:
+    def end(self, slots: Tensor) -> Tensor:
         """The results [microbatch, ...] from the slots after the last trip."""
         rest = slots.shape.dims[2:]
         y = shift(slots, (self.padding - self.plan.stages) % self.slot.size, self.slot, wrap=True)
         y = reshape(transpose(y, [self.stage, self.slot, *rest]), [self._padded_dim, *rest])
-        return slice(y, self.padding, self.micro.size, self.micro.name, name)
+        return slice(y, self.padding, self.micro.size, self.micro.name, "out")
 
     @property
     def _padded_dim(self) -> Dimension:

@@ -199,7 +199,7 @@ class Simulation(Shown):
           >>> sim = mtf.simulate(program)
           >>> _ = sim.step(x=np.arange(8.0).reshape(4, 2))
           >>> print(sim.ring("reduce_sum").steps[1])
-          step 1, reduce_scatter, receivers add what arrives: 0 > 1: block 1, 1 > 0: block 0
+          step 1, reduce_scatter, receivers add blocks: 0 > 1: block 1, 1 > 0: block 0
             node 0   12*   .
             node 1   .     16*
         """

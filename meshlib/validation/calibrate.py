@@ -62,7 +62,7 @@ def fit(cases: Sequence[Case]) -> Physics:
     return physics
 
 
-def left_out(cases: Sequence[Case], fitted: Physics, rounds: int = 2) -> dict[str, Physics]:
+def left_out(cases: Sequence[Case], fitted: Physics) -> dict[str, Physics]:
     """Leave-one-out fits: for each group, constants fitted to the cases of all other groups, starting from `fitted`.
 
     Raises: GraphError if there is one group only.
@@ -74,11 +74,9 @@ def left_out(cases: Sequence[Case], fitted: Physics, rounds: int = 2) -> dict[st
     physics_of = {}
     for group in groups:
         others = [n for n, c in enumerate(cases) if c.group != group]
-        physics = _huber_step(shared, others)
-        for _ in range(rounds - 1):
-            moved = np.array([cases[n].residual(physics) for n in others])
-            physics = _huber_step(_Slopes(physics, moved, shared.slopes[others]), range(len(others)))
-        physics_of[group] = physics
+        near = _huber_step(shared, others)
+        moved = np.array([cases[n].residual(near) for n in others])
+        physics_of[group] = _huber_step(_Slopes(near, moved, shared.slopes[others]), range(len(others)))
     return physics_of
 
 

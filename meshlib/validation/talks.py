@@ -96,16 +96,13 @@ class Talks:
         return report(self)
 
 
-def talks(sizes: Sequence[int] = SIZES) -> Talks:
-    """Predict the figures of the talks; takes about two minutes.
-
-    Raises: GraphError for sizes of images that a RetinaNet can't have.
-    """
+def talks() -> Talks:
+    """Predict the figures of the talks; takes about two minutes."""
     host = talk_host()
     mlperf = [row for row in ROWS if row.get("kind") != "talk" and is_of_images(row)]
     checked = [c for c in map(check_row, mlperf) if c.images is not None]
     rows = (replace(c, predicted_seconds=prepare_images(c.images).seconds(CALIBRATED)) for c in checked if c.images)
-    return Talks(host, epochs(), tuple(rows), detectors(sizes, host), durations())
+    return Talks(host, epochs(), tuple(rows), detectors(SIZES, host), durations())
 
 
 def talk_host() -> Host:

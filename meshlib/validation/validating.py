@@ -17,7 +17,6 @@ without having been fitted; micro-benchmarks depend on no fitted constant.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,11 +125,6 @@ class Validation:
     def pairs(self) -> tuple[RankedPair, ...]:
         """Pairs of scored training runs of one model on one chip that have a measured order."""
         return ranked_pairs(self.scored)
-
-    @property
-    def median_error(self) -> float:
-        """Median absolute error of all scored rows; nan without any."""
-        return statistics.median(self.errors()) if self.errors() else math.nan
 
     def __str__(self) -> str:
         from meshlib.validation.report import report

@@ -57,7 +57,7 @@ def test_text_and_cells_name_what_arrived() -> None:
     run = ring_steps("all_reduce", [[1, 2, 3], [10, 20, 30], [100, 200, 300]])
     assert repr(run) == "<all_reduce of 3 nodes: 4 steps>"
     second = str(run.steps[2])
-    assert "what arrives: 0 > 1: block 1, 1 > 2: block 2, 2 > 0: block 0" in " ".join(second.split())
+    assert "add blocks: 0 > 1: block 1, 1 > 2: block 2, 2 > 0: block 0" in " ".join(second.split())
     assert "node 0   111*" in second
     assert run._repr_html_().count("<table") == 5
     assert "ffb703" in run._repr_html_()
