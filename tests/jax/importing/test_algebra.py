@@ -124,7 +124,7 @@ def test_float16_is_refused_unless_it_may_be_bfloat16() -> None:
 
     with pytest.raises(GraphError, match=r"float16; use bfloat16.*float16='bfloat16'"):
         mtf.from_jax(loss, X)
-    with pytest.raises(GraphError, match=r"not for 'float32'"):
+    with pytest.raises(GraphError, match=r"or left out, got 'float32'"):
         mtf.from_jax(loss, X, float16="float32")
     graph = mtf.from_jax(loss, X, float16="bfloat16")
     made = mtf.simulate(mtf.lower(graph.outputs)).step()["output"]
