@@ -125,7 +125,7 @@ class Slice:
         Raises: HardwareError for parts that it does not have, or where the rest forms no ring.
         Example:
           >>> print(Slice("v5e-256").without(chips=(3, 5)))
-          v5e-256 without 3x5: 252 chips (a ring round 4 that failed), 252 cores, 252 devices, 32 hosts
+          v5e-256 without 3x5: 252 chips (a ring around 4 failed ones), 252 cores, 252 devices, 32 hosts
           >>> print(Slice("v5e-256").without(links=[((0, 0), (0, 1))]).wrap, Slice("4*v5e-256").without(slices=1).name)
           (True, False) 3*v5e-16x16
         """
@@ -241,7 +241,7 @@ class Slice:
     def _wiring(self) -> str:
         """Description of one slice's torus, for messages."""
         if self.failed:
-            return f"a ring round {len(self.failed)} that failed"
+            return f"a ring around {len(self.failed)} failed ones"
         if len(self.torus_shape) < len(self.chip.pod_shape):
             return "a ring past failed links"
         wrapped = [str(axis) for axis, has in enumerate(self.wrap) if has]

@@ -184,11 +184,11 @@ ALL_GATHER = StepKind(
     ring_parts=lambda k: (k - 1) * k,
     wording=Wording(
         "{user} needs all of dim '{dim}' of '{tensor}', which is split over {axes}",
-        "lay '{dim}' elsewhere ({rules}), or use it where it lies",
+        "split '{dim}' over other axes ({rules}), or use it as it is split",
     ),
     optional_wording=Wording(
         "{user} could run split by '{dim}', as '{tensor}' is over {axes}; gathering it sends the fewest bytes overall",
-        "lay '{dim}' elsewhere ({rules}), or mtf.constrain its result",
+        "split '{dim}' over other axes ({rules}), or mtf.constrain its result",
     ),
     compiled_why="{tensor} is split over {axes}{along}; {user} needs all of it",
 )

@@ -89,7 +89,7 @@ class Parser(argparse.ArgumentParser):
                 return f"KEY=VALUE is for MaxText configurations; for a field or an argument say --set {first}"
             if configuration:
                 return f"{first!r} is not KEY=VALUE, such as per_device_batch_size=2"
-            return f"there is an argument too many: {first!r}; text with blanks or ';' needs quotes"
+            return f"unexpected argument {first!r}; text with blanks or ';' needs quotes"
         name = first.partition("=")[0]
         options = [option[2:] for action in self._actions for option in action.option_strings if option[:2] == "--"]
         hint = nearest(name.lstrip("-"), options).replace("'", "'--", 1)

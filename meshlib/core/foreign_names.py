@@ -212,7 +212,7 @@ OF_ARGUMENTS = {
     "axis": "dims go by name: reduced_dim=, output_shape= or dim=",
     "dims": "dims go by name: reduced_dim=, output_shape= or dim=",
     "is_training": "give dropout=0, the default, in evaluation",
-    "keepdims": "dims that are gone come back by name, without ones",
+    "keepdims": "reduced dims broadcast back by name, without dims of size 1",
     "mesh": "operations know no mesh: mtf.lower(y, mesh=..., layout=...)",
     "momentum": "write decay=, of the moving averages",
     **dict.fromkeys(

@@ -177,8 +177,8 @@ class Feed(Iterator[Batch]):
             )
         if state["functions"] != own["functions"]:
             warnings.warn(
-                f"{at('data.restore')}: the functions of {own['of']} are not as they were when the state was taken, or "
-                "their libraries are of other versions: the batches that follow are made by those of now",
+                f"{at('data.restore')}: the functions of {own['of']} have changed since the state was taken, or "
+                "their libraries have other versions: the following batches are made by the current ones",
                 stacklevel=3,
             )
         self._stop()

@@ -101,7 +101,7 @@ class Pool:
             if not worker.stopped
         ]
         return DataError(
-            f"data: {' and '.join(ended) or 'a worker process'} ended by itself while making examples of "
+            f"data: {' and '.join(ended) or 'a worker process'} died while making examples of "
             f"{self.data.source.name}; a script that uses processes needs its lines under "
             "if __name__ == '__main__', and memory for each of them: use fewer, or kind='threads'"
         )

@@ -398,10 +398,12 @@ class TransformerConfig(Shown, Config):
         if self.head_dim != self.latent.head_dim:
             faults.append(f"head_dim must be nope_dim + rope_dim = {self.latent.head_dim}, got {self.head_dim}")
         if self.position != "rotary":
-            faults.append(f"latent attention turns queries and keys: position must be 'rotary', got {self.position!r}")
+            faults.append(
+                f"latent attention rotates queries and keys: position must be 'rotary', got {self.position!r}"
+            )
         unlike = {"kv_heads": self.kv_heads not in (None, self.heads), "windows": self.windows != (None,)}
         unlike |= {"qk_norm": self.qk_norm, "encoder_layers": self.encoder_decoder, "bias": self.has_attention_bias}
-        faults += [f"latent attention is not with {name}" for name, given in unlike.items() if given]
+        faults += [f"latent attention does not combine with {name}" for name, given in unlike.items() if given]
         return faults
 
     def _position_faults(self) -> list[str]:
@@ -418,7 +420,7 @@ class TransformerConfig(Shown, Config):
             for name in ("head_dim", "global_head_dim"):
                 if (getattr(self, name) or 0) % 2:
                     faults.append(
-                        f"rotary positions turn pairs of features: {name} must be even, got {getattr(self, name)}"
+                        f"rotary positions rotate pairs of features: {name} must be even, got {getattr(self, name)}"
                     )
         if self.rope_scaling is not None and (self.position != "rotary" or self.latent is not None):
             faults.append("rope_scaling is of rotary positions, without latent attention")

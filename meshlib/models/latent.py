@@ -44,7 +44,7 @@ class LatentAttention:
             if value is not None and whole(value, what, name) < 1
         ]
         if self.rope_dim % 2:
-            faults.append(f"rotary positions turn pairs of features: rope_dim must be even, got {self.rope_dim}")
+            faults.append(f"rotary positions rotate pairs of features: rope_dim must be even, got {self.rope_dim}")
         if faults:
             raise GraphError.listing(at(what), faults)
 

@@ -97,7 +97,7 @@ def _missing(present: Sequence[str]) -> list[str]:
         if parts:
             sets.setdefault((parts[1], int(parts[4]), parts[5]), set()).add(int(parts[2]))
     return [
-        f"of {count} files {stem}-*-of-{count:05d}{end} {len(there)} were named, the first that lacks is "
+        f"of {count} files {stem}-*-of-{count:05d}{end} {len(there)} were named, the first missing is "
         f"{min(set(range(count)) - there):05d}"
         for (stem, count, end), there in sets.items()
         if len(there) < count and len(present) > 1

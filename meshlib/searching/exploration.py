@@ -233,7 +233,7 @@ class Search:
     def _promise(self, n: int) -> tuple[float, tuple[int, ...], float, int]:
         """Sort key: the bound times the mean ratio of value to bound of candidates with the same traits.
 
-        Within the model's error, the plainest of the most promising candidates come first, so that a closer bound for
+        Within the model's error, the simplest of the most promising candidates come first, so that a closer bound for
         some of them does not put all others first.
         """
         c = self.space[n]

@@ -87,7 +87,7 @@ class Found(Shown):
 
     @cached_property
     def best(self) -> Outcome:
-        """The winner: the plainest layout among those within the model's error of the fastest.
+        """The winner: the simplest layout among those within the model's error of the fastest.
 
         Raises: GraphError where nothing was estimated: everything was refused, or too large.
         """
@@ -151,7 +151,7 @@ class Found(Shown):
             proved = "All are accounted for: within this space nothing is better by the model."
         else:
             why = "Interrupted" if self.stopped else "Time ran out"
-            proved = f"{why}: what was not reached could be better by at most {self.gap:.1%}."
+            proved = f"{why}: unexamined candidates could be better by at most {self.gap:.1%}."
         return "\n".join([f"{head} {proved}", *self._chosen(), f"The space: {self.space}."])
 
     def _chosen(self) -> Iterator[str]:
@@ -159,7 +159,7 @@ class Found(Shown):
         if self.fits and self.best is not self.fastest:
             behind = self.best.value / self.fastest.value - 1
             yield (
-                f"The winner is the plainest of {len(self.tied)} that are a tie within the model's error "
+                f"The winner is the simplest of {len(self.tied)} that are a tie within the model's error "
                 f"({self.objective.error:.1%}), {behind:.1%} behind the fastest."
             )
 
@@ -182,7 +182,7 @@ class Found(Shown):
     def why(self, outcome: Outcome) -> str:
         """Why a candidate loses, in one line; "" for the winner, and a tie for those within the model's error."""
         if outcome is not self.best and self.fits and outcome in self.tied:
-            return f"a tie within the model's error: {outcome.value / self.best.value - 1:+.1%}, not as plain"
+            return f"a tie within the model's error: {outcome.value / self.best.value - 1:+.1%}, not as simple"
         return outcome.against(self.best)
 
     def sensitivity(self, leaders: int = 6, **changes: Iterable[Any]) -> Sensitivity:

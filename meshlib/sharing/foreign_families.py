@@ -254,7 +254,9 @@ def _rotary_notes(fields: Fields) -> list[str]:
     share = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
     out = [] if kind in SCALINGS else [f"rope_scaling of type {kind!r:.40}: angles are not scaled here, at equal cost"]
     if share != 1.0:
-        out.append(f"partial_rotary_factor={share}: all features of queries and keys turn here, at about equal cost")
+        out.append(
+            f"partial_rotary_factor={share}: all features of queries and keys are rotated here, at about equal cost"
+        )
     return out
 
 

@@ -362,7 +362,7 @@ def _policy(row: Row, run: Run) -> tuple[Policy, tuple[str, ...]]:
         return policy, assumed
     if run.encoder:
         scores = ("scores",) if run.attention == "materialised" else ()
-        return Policy((*NOTHING_TWICE.save, *scores)), ("no product is computed again",)
+        return Policy((*NOTHING_TWICE.save, *scores)), ("no product is recomputed",)
     shards = run.axis("fsdp") * run.axis("tensor") * run.axis("context")
     state = STATE_VALUES * as_dtype(run.state_dtype).itemsize * parameters(run.model, held=True) / shards
     tokens = run.batch * run.length / run.slice.devices

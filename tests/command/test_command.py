@@ -207,7 +207,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("trace FILE --slice v3-8 --layout batch:data@data:8 --out /dev/null/t.json", "/dev/null/t.json can't be written"),
     ("trace FILE --slice v3-8 --layout batch:data@data:8 --layout k:data@data:8 --out t.json", "one --layout"),
     ("slices h100", "h100"),
-    ("slices v5e v5p", "an argument too many: 'v5p'"),
+    ("slices v5e v5p", "unexpected argument 'v5p'"),
     ("validate --file /nowhere/rows.json", "/nowhere"),
     ("validate --file", "expected one argument"),
 ]

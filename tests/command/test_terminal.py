@@ -77,7 +77,7 @@ FORTY = {
     "an option misspelt": ("plan gpt2 --slce v5e-8", "no option --slce; did you mean '--slice'?"),
     "an option of another command": ("plan gpt2 --slice v5e-8 --objective usd", "no option --objective"),
     "an option far from any": ("plan gpt2 --slice v5e-8 --zzz", "no option --zzz"),
-    "two programs": ("plan gpt2 palm-540b --slice v5e-8", "an argument too many: 'palm-540b'"),
+    "two programs": ("plan gpt2 palm-540b --slice v5e-8", "unexpected argument 'palm-540b'"),
     "a model misspelt": ("plan lama2-70b --slice v5e-8", "no model 'lama2-70b'; did you mean 'llama2-70b'?"),
     "a model of images misspelt": ("plan resnet50 --slice v5e-8", "did you mean 'resnet-50'?"),
     "a model of a known family": ("plan qwen3-8b --slice v5e-8", "another is a config.json"),

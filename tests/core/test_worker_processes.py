@@ -132,6 +132,6 @@ def killed_between() -> object:
     ],
 )
 def test_a_worker_that_ends_by_itself_is_named(use: Callable[[], object], how: str) -> None:
-    message = rf"data: worker process \d of [12] \(pid \d+, {how}.* ended by itself while making examples of arrays"
+    message = rf"data: worker process \d of [12] \(pid \d+, {how}.* died while making examples of arrays"
     with pytest.raises(mtf.DataError, match=message):
         use()

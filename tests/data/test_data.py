@@ -572,7 +572,7 @@ def test_a_state_is_of_these_examples_and_their_functions() -> None:
         feed(first=1.0).restore(state)
     with pytest.raises(mtf.FeedError, match="belongs to other data"):
         feed(mask="valid").restore(state)
-    with pytest.warns(UserWarning, match=r"the functions of arrays: 12 examples.* are not as they were"):
+    with pytest.warns(UserWarning, match=r"the functions of arrays: 12 examples.* have changed since"):
         feed(by=3.0).restore(state)
     lock = iter(mtf.data.arrays({"x": np.ones(4)}).map(functools.partial(keeping, threading.Lock())))
     assert lock.state()["functions"] is None

@@ -210,7 +210,7 @@ def test_files_of_a_set(tmp_path: Path, compression: str | None) -> None:
     with pytest.raises(mtf.DataError, match=r"set-00003-of-00004"):
         records.read(tmp_path / "set@4")
     (tmp_path / "set-00001-of-00003").unlink()
-    with pytest.raises(mtf.DataError, match=r"of 3 files .* 2 were named, the first that lacks is 00001"):
+    with pytest.raises(mtf.DataError, match=r"of 3 files .* 2 were named, the first missing is 00001"):
         records.read(tmp_path / "set-*")
 
 

@@ -303,7 +303,7 @@ def test_an_encoder_decoder_counts_both_stacks():
         ({"latent": LATENT}, "(?s)head_dim must be nope_dim . rope_dim = 12, got 64.*must be 'rotary', got 'learned'"),
         (
             {"latent": LATENT, "head_dim": 12, "position": "rotary", "qk_norm": True, "kv_heads": 4},
-            "latent attention is not with kv_heads\n  latent attention is not with qk_norm",
+            "latent attention does not combine with kv_heads\n  latent attention does not combine with qk_norm",
         ),
         ({"post_norms": True, "parallel": True}, "post_norms come on top"),
         (

@@ -291,7 +291,7 @@ def test_a_kept_search_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(SearchProblem, "estimated", lambda *_: pytest.fail("estimated again"))
         again = mtf.search(network, "v3-8", axes=1, seconds=None, resume=path, workers=1)
     assert again.best.value == first.best.value
-    with pytest.raises(mtf.GraphError, match="the search of another program"):
+    with pytest.raises(mtf.GraphError, match="the estimates of another program"):
         mtf.search(lambda: network(1024), "v3-8", axes=1, seconds=None, resume=path)
     for entry in kept["estimates"].values():
         entry["value"] /= 2
@@ -526,7 +526,7 @@ def test_a_tie_goes_to_the_plainest_layout_and_the_certificate_says_so() -> None
     assert str(found.best.candidate.layout) == "batch:data"
     assert len(found.tied) > 1
     if found.best is not found.fastest:
-        assert "the plainest of" in found.certificate
+        assert "the simplest of" in found.certificate
         assert "a tie within the model's error" in found.why(found.fastest)
     assert "no two share a tensor" in found.certificate
 

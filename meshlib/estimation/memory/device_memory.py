@@ -127,7 +127,7 @@ class DeviceMemory(Shown):
         ]
         if self.remedies:
             lines += [
-                "  what would help (for this order of the program, each alone unless it says so):",
+                "  what would help (for this order of the program, each alone unless stated):",
                 *(f"    {r}" for r in self.remedies),
             ]
         return "\n".join(lines)

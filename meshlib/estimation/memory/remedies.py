@@ -34,7 +34,7 @@ _MOST = 8  # maximum number of remedies shown
 _TOGETHER = 3  # maximum number of remedies combined
 _PARTS = 8  # parts of a chunked loss
 # Words of remedies for which configurations have keys.
-RECOMPUTE, CARRIES = "compute again what the loop keeps", "keep what the loop carries on the host"
+RECOMPUTE, CARRIES = "recompute what the loop keeps", "keep what the loop carries on the host"
 SLOTS, HALF, MICROBATCHES, LOSS = "keep slots on the host", "half the batch", "microbatches of", "the loss over"
 
 
@@ -270,7 +270,7 @@ def _recomputed(program: Program, live: list[Value]) -> Iterator[_Idea]:
             stacked |= {y: i.trips for y in i.outputs if y.tensor in saved}
     pieces = segments(program, tiled_value_bytes)
     if pieces is not None:
-        again = f"compute again what the forward pass keeps, in {pieces.pieces} parts (mtf.recompute_grad of each)"
+        again = f"recompute what the forward pass keeps, in {pieces.pieces} parts (mtf.recompute_grad of each)"
         yield _Idea(again, lambda v: 0 if v in pieces.spared else None, "kept values", pieces.more_bytes)
     if stacked:
         again = f"{RECOMPUTE} (mtf.scan, remat='full')"

@@ -37,7 +37,7 @@ def table(est: Estimate, rows: int | None) -> str:
 
 def _head(est: Estimate) -> list[str]:
     program = est.program
-    passed = ", which products in fewer bits pass" if est.hfu > 1 else ""
+    passed = ", which products in fewer bits exceed" if est.hfu > 1 else ""
     lines = [
         f"one step on {est.slice.name}, mesh {program.mesh}, layout {program.layout or '(none)'}, "
         f"precision {program.precision}",
@@ -80,7 +80,7 @@ def _input_line(est: Estimate) -> str:
 
 def _experts(report: ExpertReport) -> str:
     """Imbalance of the expert load, and its worst case."""
-    lost = f", {report.dropped:.1%} of choices find no room" if report.dropped else ""
+    lost = f", {report.dropped:.1%} of choices dropped" if report.dropped else ""
     return (
         f"  experts          {report.busiest:>9.2f}x  times the mean on the busiest device: {report.load}{lost}; "
         f"at worst a step takes {seconds_text(report.worst_seconds)}, modelled"

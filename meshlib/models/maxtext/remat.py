@@ -59,7 +59,7 @@ def remat_of(s: Settings, config: TransformerConfig) -> Policy:
         return policy(config, *POLICIES[WITH_QUANTISED.get(name, name)])
     places = {key: s.choice(key, LOCATIONS) for key in REMAT_KEYS}
     if places["decoder_layer_input"] == "remat":
-        s.fail("decoder_layer_input", "what goes into a layer can't be computed again: 'device' or 'offload'")
+        s.fail("decoder_layer_input", "the input of a layer can't be recomputed: 'device' or 'offload'")
     save, offload = (_values(key for key in REMAT_KEYS if places[key] == where) for where in ("device", "offload"))
     both = [name for name in save if name in offload]
     if both:

@@ -77,7 +77,7 @@ def _partly_expressed(s: Settings) -> list[Unread]:
     if s["grad_dtype"] != "float32" and s["weight_dtype"] == "float32":
         note("grad_dtype", "gradients are kept and clipped in this dtype; float32 here")
     if s["remat_policy"] in WITH_QUANTISED and s["quantization"]:
-        note("remat_policy", "quantised operands are kept, too; computed again here")
+        note("remat_policy", "quantised operands are kept, too; recomputed here")
     chunk = s["chunk_attn_window_size"]
     if chunk and chunk < s.size("max_target_length"):
         note("chunk_attn_window_size", "three of four layers see chunks of this many tokens; all tokens here")

@@ -43,7 +43,7 @@ def index_fault(op: Operation, bad: int) -> FeedError:
         )
     return FeedError(
         f"{op.opdef.name} {op.name!r} ({op.source}): index {bad} is out of range for dim {dim} (0 to {dim.size - 1}); "
-        f"it comes from {op.inputs[op.opdef.indices or 0]}; out_of_range='zero' makes zeros of such"
+        f"it comes from {op.inputs[op.opdef.indices or 0]}; out_of_range='zero' gives zeros for such"
     )
 
 

@@ -188,7 +188,7 @@ def _parsed(pattern: str, what: str) -> tuple[list[Group | str], list[Group | st
     new = _shown(right.identifiers - left.identifiers)
     faults = []
     if lost and what != "reduce":
-        faults.append(f"{lost} on the left side only; mtf.reduce says how they go")
+        faults.append(f"{lost} on the left side only; mtf.reduce removes axes")
     if new and what != "repeat":
         faults.append(f"{new} on the right side only; mtf.repeat makes new axes")
     if faults:
