@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from itertools import product
 from math import prod
 
 import jax.numpy as jnp
 from jax import lax
 
-from meshlib.core.dtypes import DType
-from meshlib.jax.context import Array
+from meshlib.jax.context import Array, Index
 from meshlib.jax.rows.products import operand, rounded_to
 from meshlib.jax.table import Names, RowContext, aligned, row, stored, widened
 
@@ -43,7 +43,7 @@ def _quantized(part: RowContext, a: Array, b: Array, *rest: Array) -> Array:
 
 
 def _products(part: RowContext, a: Array, b: Array, begins: Array, ends: Array) -> Array:
-    """One `lax.ragged_dot` per index of dims with groups of their own, or shared by both operands."""
+    """A `lax.ragged_dot` for each index of dims with groups of their own, or shared by both operands."""
     rows, groups = part.attrs["rows"], part.attrs["groups"]
     of_a, of_b, out = *part.names[:2], part.out.shape.names
     of_bounds = part.names[-2]
@@ -54,14 +54,25 @@ def _products(part: RowContext, a: Array, b: Array, begins: Array, ends: Array) 
     split = dict(zip(of_bounds, begins.shape, strict=True))[groups] < part.attrs["count"]
     sizes[groups] = begins.shape[of_bounds.index(groups)]
     on_tpu, adds = part.context.platform == "tpu", rows in of_b and not set(apart) & {*out}
-    products: list[Array] = []
-    for index in product(*(range(sizes[n]) for n in apart)):
+
+    def one(index: Sequence[int] | Array, onto: Array | None = None) -> Array:
         at = dict(zip(apart, index, strict=True))
         low, high = (_part_of(x, of_bounds, at, [[groups]], sizes) for x in bounds)
         x, y = _part_of(a, of_a, at, order_a, sizes), _part_of(b, of_b, at, order_b, sizes)
-        onto = products.pop() if adds and products else None
-        products.append(_one(x, y, low, high, split, rows in of_b, on_tpu, onto))
-    return _stacked(part.out.dtype, products, [] if adds else apart, result, sizes, out)
+        return _one(x, y, low, high, split, rows in of_b, on_tpu, onto)
+
+    indices = list(product(*(range(sizes[n]) for n in apart)))
+    summed = [n for n in apart if n not in out]
+    if adds:  # each to the sum of those before
+        whole = reduce(lambda onto, index: one(index, onto), indices[1:], one(indices[0]))
+        return aligned(whole.reshape([sizes[n] for n in result]), result, out)
+    if len(indices) == 1 or summed:
+        whole = jnp.stack([one(index) for index in indices])
+    else:  # a loop, which writes each product, rounded, into the stack: outside of one all would be stored twice
+        whole = lax.map(lambda index: stored(one(index), part.out.dtype), jnp.array(indices))
+    whole = whole.reshape([sizes[n] for n in (*apart, *result)])
+    whole = jnp.sum(whole, axis=tuple(apart.index(n) for n in summed)) if summed else whole
+    return aligned(whole, [n for n in (*apart, *result) if n not in summed], out)
 
 
 def _orders(
@@ -81,25 +92,8 @@ def _orders(
     return [*apart, *left], [rows, *columns], [[rows], contracted], [[groups], contracted, columns]
 
 
-def _stacked(
-    dtype: DType,
-    products: list[Array],
-    apart: Sequence[str],
-    result: Sequence[str],
-    sizes: Mapping[str, int],
-    out: Names,
-) -> Array:
-    """Products for each index of the dims `apart`, stacked; dims that the result lacks are summed."""
-    summed = [n for n in apart if n not in out]
-    if not summed:  # rounded one by one: compilers would store a stack of float32
-        products = [stored(x, dtype) for x in products]
-    whole = jnp.stack(products).reshape([sizes[n] for n in (*apart, *result)])
-    whole = jnp.sum(whole, axis=tuple(apart.index(n) for n in summed)) if summed else whole
-    return aligned(whole, [n for n in (*apart, *result) if n not in summed], out)
-
-
 def _part_of(
-    x: Array, names: Names, at: Mapping[str, int], order: Sequence[Sequence[str]], sizes: Mapping[str, int]
+    x: Array, names: Names, at: Mapping[str, Index], order: Sequence[Sequence[str]], sizes: Mapping[str, int]
 ) -> Array:
     """An operand at one index, with its other dims merged in this order."""
     one = x[tuple(at.get(n, slice(None)) for n in names)]
