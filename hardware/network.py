@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hardware import collectives
@@ -89,6 +89,11 @@ class Cost:
     hops: int
     algorithm: str
     chunks: int = 1
+
+    @cached_property
+    def on_wire(self) -> Cost:
+        """The part that loads links, without the latency of its hops."""
+        return replace(self, seconds=max((busy for _, busy in self.busy_seconds), default=0.0))
 
 
 def collective_cost(

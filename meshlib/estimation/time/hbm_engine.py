@@ -12,7 +12,7 @@ Sources: openxla/xla memory_space_assignment (prefetches to the alternate memory
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from meshlib.estimation.time.kernel_times import KernelTime
 
@@ -53,7 +53,7 @@ class Hbm:
         self.spare_seconds -= prefetched
         self.idle(end - begin - wanted)
         hidden_seconds = start + time.seconds - end
-        return replace(time, hidden_seconds=hidden_seconds) if hidden_seconds > 0 else time
+        return time._replace(hidden_seconds=hidden_seconds) if hidden_seconds > 0 else time
 
     def left(self, seconds: float) -> float:
         """Seconds still owed after waiting `seconds` for collectives behind the last kernel."""

@@ -31,7 +31,9 @@ Sources: Hong and Kung, STOC 1981 (traffic of blocks); Dao et al., arXiv:2205.14
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
 
 from hardware.blocking import Blocks, matmul_blocks
 from hardware.chips import Chip
@@ -45,10 +47,10 @@ from meshlib.estimation.work.products import Attention
 from meshlib.estimation.work.vmem_reuse import finds_operand, found_bytes, kept_bytes
 
 SCOPED_BYTES = 16 << 20  # the compiler's default: xla_tpu_scoped_vmem_limit_kib (from memory)
+MOST = 1 << 14  # kernels whose times are kept per chip and constants
 
 
-@dataclass(frozen=True, slots=True)
-class KernelTime:
+class KernelTime(NamedTuple):
     """Modelled time of one fusion group. `traffic_bytes` are padded and include re-reads of products.
 
     `early_seconds`: HBM seconds that can be prefetched; `first_seconds`: exposed seconds of the first pieces of that;
@@ -81,8 +83,14 @@ class KernelTime:
         return self.mxu_seconds + self.vpu_seconds + self.hbm_seconds + self.launch_seconds
 
 
+@lru_cache(maxsize=32)
+def _cache(chip: Chip, physics: Physics | None) -> dict[tuple[object, ...], KernelTime]:
+    """Known times of kernels on a chip under these constants; None: of kernels that depend on none."""
+    return {}
+
+
 class Times:
-    """Kernel times on one chip, cached by everything that they depend on, since layers repeat.
+    """Kernel times on one chip, cached by everything that they depend on, since layers and programs repeat.
 
     `alone`: whether the program is a single kernel.
     """
@@ -90,7 +98,7 @@ class Times:
     def __init__(self, chip: Chip, physics: Physics, alone: bool = False) -> None:
         self.chip = chip
         self.physics = replace(physics.without_losses(), lone_passes=physics.lone_passes) if alone else physics
-        self._known: dict[tuple[object, ...], KernelTime] = {}
+        self._known = _cache(chip, None), _cache(chip, self.physics.of_kernels)
 
     @property
     def held_bytes(self) -> int:
@@ -109,10 +117,12 @@ class Times:
 
     def of(self, kernel: Kernel) -> KernelTime:
         """Modelled time of a kernel."""
-        key = kernel.key
-        kernel_time = self._known.get(key)
+        known, key = self._known[kernel.has_constants], kernel.key
+        kernel_time = known.get(key)
         if kernel_time is None:
-            kernel_time = self._known[key] = self._time(kernel)
+            if len(known) >= MOST:
+                known.clear()
+            kernel_time = known[key] = self._time(kernel)
         return kernel_time
 
     def _time(self, kernel: Kernel) -> KernelTime:
@@ -160,13 +170,13 @@ class Times:
             traffic = time.hbm_seconds - hbm_seconds(self.chip, share * spread)
             bare = idle_seconds(self.chip, product, sizes, time.mxu_seconds, traffic)
             exposed = max(time.exposed_seconds, share * bare)
-            return replace(time, launch_seconds=product_launch_seconds(self.chip), exposed_seconds=exposed)
+            return time._replace(launch_seconds=product_launch_seconds(self.chip), exposed_seconds=exposed)
         launch = time.launch_seconds * passes.launches
         loop = share * passes.loop_seconds(self.chip, time.traffic_bytes)
         if loop == 0:
-            return replace(time, launch_seconds=launch)
+            return time._replace(launch_seconds=launch)
         vpu = max(time.vpu_seconds, loop)
-        return replace(time, launch_seconds=launch, vpu_seconds=vpu, exposed_seconds=time.hbm_seconds)
+        return time._replace(launch_seconds=launch, vpu_seconds=vpu, exposed_seconds=time.hbm_seconds)
 
     def slowdown(self, product: Matmul) -> float:
         """Slowdown of a product among other kernels relative to alone, except for the first array of rows."""

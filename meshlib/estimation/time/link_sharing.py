@@ -9,7 +9,7 @@ its places alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from hardware.network import Cost
 from hardware.sharing import SharedLinks
@@ -42,9 +42,10 @@ class LinkTimes:
 
     def send(self, event: int, cost: Cost, ready: float) -> tuple[float, float, list[Moved]]:
         """Send a collective that is ready at a time: (start, end, collectives that it delays)."""
-        ready = max([ready, *(self.blocked.get(place, 0.0) for place, _ in cost.busy_seconds)])
-        wire = max((busy for _, busy in cost.busy_seconds), default=0.0)
-        moved = self.links.issue(replace(cost, seconds=wire), ready)
+        for place, _ in cost.busy_seconds:
+            ready = max(ready, self.blocked.get(place, 0.0))
+        wire = cost.on_wire
+        moved = self.links.issue(wire, ready)
         self.events.append(event)
         delayed = [Moved(self.events[n], self.links.begins[n], late) for n, late in moved.items()]
-        return self.links.begins[-1], self.links.ends[-1] + cost.seconds - wire, delayed
+        return self.links.begins[-1], self.links.ends[-1] + cost.seconds - wire.seconds, delayed

@@ -122,6 +122,11 @@ class Physics:
         """Ideal engines: kernels as fast as in micro-benchmarks, collectives hidden wherever possible."""
         return replace(self, **_IDEAL)
 
+    @property
+    def of_kernels(self) -> Physics:
+        """The constants on which the times of kernels depend, with the others at 0."""
+        return replace(self, early_exposed=0.0, slice_jitter=0.0)
+
     def jitter(self, slices: int) -> float:
         """Share of a step that slices joined by DCN wait for each other.
 

@@ -37,8 +37,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from hardware.chips import Chip
 from hardware.collective_kinds import COLLECTIVE_KINDS
@@ -57,8 +57,7 @@ from meshlib.estimation.work.kernels import Kernel
 from meshlib.estimation.work.units import HOST_COPIES, Unit, UnitPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """Something that runs from `start` to `end`, in seconds from the start of the program or trip."""
 
     start: float
@@ -157,7 +156,8 @@ class _SchedulePass:
 
     def run(self) -> StepSchedule:
         for unit in self.plan.units:
-            self._run_postponed()
+            if self.postponed:
+                self._run_postponed()
             if not self._postpone(unit):
                 self._place(unit)
         schedule = self.schedule
@@ -215,14 +215,17 @@ class _SchedulePass:
 
     def _operands_ready(self, unit: Unit) -> float:
         """Time at which all operands of a unit are available."""
-        ready = 0.0
+        ready, times = 0.0, self.ready
         for x in unit.inputs:
-            ready = max(ready, self.ready.get(x, 0.0))
+            time = times.get(x, 0.0)
+            if time > ready:
+                ready = time
         return ready
 
     def _event(self, unit: Unit, start: float, end: float, **what: Any) -> Event:
         """Record an event of a unit."""
-        event = Event(start, end, unit.number, unit.region, **{"name": unit.name, "source": unit.source, **what})
+        what.setdefault("name", unit.name)
+        event = Event(start, end, unit.number, unit.region, source=unit.source, **what)
         self.schedule.events.append(event)
         return event
 
@@ -254,10 +257,9 @@ class _SchedulePass:
         if kernel is not None:
             end = kernel.end + event.seconds / move.group
             if event.end < end:  # its last piece has to wait
-                event = self.schedule.events[-1] = replace(event, end=end)
+                event = self.schedule.events[-1] = event._replace(end=end)
         elif self.overlap != "none" and not unit.chained and not self.compiler.offloads(move.kind, self.times.chip):
-            wire = max((busy for _, busy in cost.busy_seconds), default=0.0)
-            self.owed_seconds += self.times.physics.early_exposed * wire
+            self.owed_seconds += self.times.physics.early_exposed * cost.on_wire.seconds
         if self.overlap != "none":
             self.hbm.owe(hbm_seconds(self.times.chip, COLLECTIVE_KINDS[move.kind].hbm_passes * move.larger_bytes))
         self.sent[len(self.schedule.events) - 1] = unit.outputs
@@ -286,7 +288,7 @@ class _SchedulePass:
     def _delay(self, moved: Moved) -> None:
         """Move the end of a collective that now shares its links with another."""
         event = self.schedule.events[moved.event]
-        later = replace(event, start=moved.begin, end=event.end + moved.late_seconds)
+        later = event._replace(start=moved.begin, end=event.end + moved.late_seconds)
         self.schedule.events[moved.event] = later
         for y in self.sent.get(moved.event, ()):
             self.ready[y] = later.end
@@ -326,9 +328,11 @@ class _SchedulePass:
 
     def _waits(self, unit: Unit) -> tuple[float, list[tuple[int, Event, int]]]:
         """Earliest start of a group, and operands consumed in pieces: (value, collective, number of pieces)."""
+        if not unit.product:
+            return self._operands_ready(unit), []
         waits, window = 0.0, []
         for x in unit.inputs:
-            piece = self.pieces.get(x) if unit.product else None
+            piece = self.pieces.get(x)
             if piece is not None and piece.move is not None:
                 waits = max(waits, piece.start + piece.seconds / piece.move.group)
                 window.append((x, piece, piece.move.group))

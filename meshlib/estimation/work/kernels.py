@@ -100,8 +100,18 @@ class Kernel:
         work = (self.matmuls, self.padded_vpu_ops, self.narrow_vpu_ops, self.padded_bytes)
         narrow = self.quantised_bytes, self.spared_bytes
         here = self.at_hand_bytes, self.at_hand, self.row_bytes, self.sweeps, self.read_bytes
-        reuse = self.kept, self.resident, self.again
+        reuse = self.kept, self.resident, self.again, self.temporary_bytes
         return (*work, self.free, *reuse, self.attention, *narrow, *here, self.row_registers, self.passes)
+
+    @property
+    def has_constants(self) -> bool:
+        """Whether its time depends on constants of `Physics`."""
+        return bool(self.matmuls) or self.attention is not None or self.passes is not None
+
+    @cached_property
+    def temporary_bytes(self) -> int:
+        """Padded bytes of the temporaries that it reads."""
+        return sum(use.padded_bytes for use in self.uses if use.passes and not use.written)
 
     @cached_property
     def operand_bytes(self) -> float:

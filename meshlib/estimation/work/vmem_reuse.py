@@ -151,7 +151,7 @@ def kept_bytes(kernel: Kernel, chip: Chip, held_bytes: int) -> float:
 def finds_operand(kernel: Kernel, held_bytes: int) -> bool:
     """True if all temporaries that a kernel reads are still on the chip if it can hold `held_bytes`."""
     on_chip_bytes = sum(size for most, size, read in kernel.resident if read and most <= held_bytes)
-    return on_chip_bytes >= sum(use.padded_bytes for use in kernel.uses if use.passes and not use.written)
+    return on_chip_bytes >= kernel.temporary_bytes
 
 
 def found_bytes(kernel: Kernel, chip: Chip, held_bytes: int) -> float:
