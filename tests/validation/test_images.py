@@ -10,6 +10,7 @@ import pytest
 import meshlib as mtf
 from meshlib.__main__ import main
 from meshlib.estimation.time.physics import CALIBRATED
+from meshlib.validation import image_training
 from meshlib.validation.hosts import Host, fitted_host, host_of, table_of
 from meshlib.validation.image_training import prepare_images
 from meshlib.validation.images import image_run_of, is_of_images
@@ -80,6 +81,28 @@ def test_a_network_that_no_row_has_is_predicted_too():
     # 504 images of 0.15 G multiply-adds, three times, on eight cores of 61.5 TFLOP/s: at least 0.9 ms.
     assert seconds[0] == seconds[1]
     assert 0.9e-3 < seconds[0] < 20e-3
+
+
+SMALL = {"id": "small", "kind": "mine", "chip": "v3", "n_chips": 16, "slice": {"topology": "4x4"}, "precision": "bf16",
+         "model": {"name": "ResNet-18", "arch": "CNN", "image": 64}, "layout": {"data": 32},
+         "batch": {"global_examples": 1024}, "measured": {"images_per_s": 20000}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "row", [SMALL, *(r for r in RESNETS + EPOCHS if deep() and not check_row(r).why_not)], ids=lambda row: row["id"]
+)
+def test_more_replicas_run_the_same_program(monkeypatch, row):
+    """Against a program lowered for all replicas of the run, which may issue sums of gradients in another order."""
+    shared = prepare_images(image_run_of(row))
+    monkeypatch.setattr(image_training, "REPLICAS_LOWERED", 1 << 20)
+    image_training._estimated.cache_clear()
+    own = prepare_images(image_run_of(row))
+    assert own.step is not shared.step
+    for est, other in ((shared.step, own.step), (shared.evaluation, own.evaluation)):
+        if est is not None:
+            assert est.step_seconds == pytest.approx(other.step_seconds, rel=2e-3)
+            assert est.useful_flops == other.useful_flops
+            assert est.memory.peak_bytes == other.memory.peak_bytes
 
 
 ROW = BY_NAME["mlp-v0.6-resnet-tpu-v3-32"]

@@ -192,7 +192,7 @@ def useful_flops(program: Program, i: Compute, again: bool) -> float:
     if op.opdef.lower is None:
         return op.opdef.work(*local_types(i), attrs).mxu_flops * share
     whole = op.opdef.work(tuple(x.tensor.type for x in i.inputs), op.output.type, attrs)
-    return whole.mxu_flops / program.mesh.size if share else 0.0
+    return whole.mxu_flops / i.outputs[0].sharding.mesh.size if share else 0.0
 
 
 def share_useful(program: Program, i: Compute, again: bool) -> float:
