@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from meshlib.command.choices import is_maxtext
@@ -74,7 +75,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in `argparse`, but unknown options are reported before missing ones."""
         known = [option for action in self._actions for option in action.option_strings]
-        for argument in () if self.commands or args is None else args:
+        own = takewhile(lambda text: text.startswith("-"), args or ()) if self.commands else args or ()
+        for argument in own:
             name = argument.partition("=")[0]
             if name.startswith("--") and name != "--" and name not in known:
                 self.error(self.unknown([argument]))

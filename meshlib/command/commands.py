@@ -183,7 +183,7 @@ def _subject_and_layouts(args: argparse.Namespace) -> tuple[Subject, list[tuple[
         return configuration, [(name, mesh)]
     subject = subject_of(args, where)
     if args.layout:
-        return subject, named_layouts(args.layout, args.mesh)
+        return subject, named_layouts(args.layout, args.mesh, subject)
     if args.mesh:
         complete = completed_layouts(subject, args.mesh)
         return subject, complete if args.command == "compare" else complete[:1]

@@ -133,7 +133,7 @@ def _usual_plans(
 
 def _layouts(args: argparse.Namespace, subject: Subject, where: Slice) -> list[tuple[str, str]]:
     if args.layout:
-        return named_layouts(args.layout, args.mesh)
+        return named_layouts(args.layout, args.mesh, subject)
     return completed_layouts(subject, args.mesh) if args.mesh else subject.usual(where.devices)
 
 
@@ -203,7 +203,7 @@ def search_of(
     given: dict[str, Any] = {name: getattr(args, name) for name in further if hasattr(args, name)}
     if subject.config is not None:  # steps of different sizes are compared per token
         given |= {**subject.sizes, "per": [name for name in subject.sizes if name in tried]}
-    known = named_layouts(args.layout, args.mesh) if args.layout else seeds
+    known = named_layouts(args.layout, args.mesh, subject) if args.layout else seeds
     if known:
         given["also"] = [(mesh, subject.rules(name, mesh)) for name, mesh in known]
     with Progress(args.quiet) as bar:

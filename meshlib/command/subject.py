@@ -7,7 +7,7 @@ import ast
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,9 @@ from meshlib.core.graph import Graph, Operation
 from meshlib.core.text import wrapped
 from meshlib.lowering import Program, Session, lower
 from meshlib.models import (
+    IMAGE_LAYOUTS,
     IMAGE_PRESETS,
+    LAYOUTS,
     PRESETS,
     TransformerConfig,
     image_layout,
@@ -147,6 +149,11 @@ class Subject:
             model = transformer(self.config, self.sizes["batch"], self.sizes["length"])
             rules = self.rules(name, mesh)
             return lower({"loss": model.loss}, mesh=mesh, layout=rules, compiler=self.compiler)
+
+    @property
+    def layouts(self) -> Collection[str]:
+        """Names of its layouts; none for a function."""
+        return LAYOUTS if self.config is not None else IMAGE_LAYOUTS if self.image is not None else ()
 
     def rules(self, name: str, mesh: str) -> LayoutRules:
         """Rules of a layout given as text, or for a model by name."""
@@ -370,6 +377,17 @@ def tried_values(texts: Sequence[str]) -> dict[str, list[object]]:
     return choices
 
 
+def _check_name(text: str, name: str, known: Collection[str] | None) -> None:
+    """Refuse names of layouts other than `known`, or if that is None, than those of any model."""
+    if known is not None and not known:
+        raise MeshlibError(f"--layout {text}: a function has no named layouts; give rules, such as batch:data@data:8")
+    for part in (part.strip() for part in name.split("+")):
+        names = known or dict.fromkeys([*LAYOUTS, *IMAGE_LAYOUTS])
+        if part not in names:
+            hint = nearest(part, names) or f"; there are {', '.join(names)}, and any joined by '+'"
+            raise MeshlibError(f"--layout {text}: no layout {part!r}{hint}")
+
+
 def completed_layouts(subject: Subject, mesh: str) -> list[tuple[str, str]]:
     """The usual layouts whose axes a mesh has.
 
@@ -393,11 +411,13 @@ def completed_layouts(subject: Subject, mesh: str) -> list[tuple[str, str]]:
     return [pair for pair in legal if used[pair[0]]] or legal
 
 
-def named_layouts(texts: Sequence[str], mesh: str | None) -> list[tuple[str, str]]:
-    """(layout, mesh) of each `LAYOUT@MESH`, or of layouts on one mesh."""
+def named_layouts(texts: Sequence[str], mesh: str | None, subject: Subject | None = None) -> list[tuple[str, str]]:
+    """(layout, mesh) of each `LAYOUT@MESH`, or of layouts on one mesh; with a subject, names are those that it has."""
     layouts = []
     for text in texts:
         name, at, own = text.partition("@")
+        if name.strip() and ":" not in name:
+            _check_name(text, name, None if subject is None else subject.layouts)
         if not at and mesh is None:
             raise MeshlibError(f"--layout {text}: say on which mesh: LAYOUT@MESH, such as fsdp+tensor@fsdp:16;tensor:8")
         if at and mesh is not None:
