@@ -321,6 +321,15 @@ def idx(paths: Mapping[str, str | os.PathLike[str]]) -> Data:
     unchanged.
 
     Raises: DataError for an invalid file; FeedError for unequal numbers of examples.
+    Example:
+      >>> import tempfile
+      >>> from pathlib import Path
+      >>> import meshlib as mtf
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     path = Path(folder, "labels.idx")
+      ...     _ = path.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 2, 1]))  # uint8, one dim, of 3
+      ...     [int(example["y"]) for example in mtf.data.idx({"y": path})]
+      [7, 2, 1]
     """
     if not isinstance(paths, Mapping) or not paths:
         raise FeedError(
@@ -333,6 +342,15 @@ def text(paths: Paths, field: str = "text") -> Data:
     """The lines of UTF-8 texts, each {"text": line}; empty ones are skipped.
 
     Raises: DataError for files that can't be read.
+    Example:
+      >>> import tempfile
+      >>> from pathlib import Path
+      >>> import meshlib as mtf
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     path = Path(folder, "lines.txt")
+      ...     _ = path.write_text("to be\\n\\nor not\\n")
+      ...     [example["text"] for example in mtf.data.text(str(path))]
+      ['to be', 'or not']
     """
     if not isinstance(field, str) or not field:
         raise FeedError(f"{at('data.text')}: field must be a name, got {field!r:.80}")
@@ -345,6 +363,16 @@ def folder(path: str | os.PathLike[str], side: int, channels: int = 3) -> Data:
 
     The central square of each is resized to `side`. Labels number the folders in the order of their names.
     Raises: DataError for a folder without images; MissingError without Pillow.
+    Example:
+      >>> import tempfile
+      >>> from pathlib import Path
+      >>> import meshlib as mtf
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     for name in ("cat/a.png", "cat/b.png", "dog/a.png"):
+      ...         Path(folder, name).parent.mkdir(exist_ok=True)
+      ...         Path(folder, name).touch()
+      ...     len(mtf.data.folder(folder, side=32))
+      3
     """
     for name, value, least in (("side", side, 1), ("channels", channels, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -192,7 +192,17 @@ def conv3d_with_blocks(
     numerics: Numerics = DEFAULT,
     name: str = "conv3d",
 ) -> Tensor:
-    """`conv3d` of a volume in blocks, [..., d_blocks, h_blocks, d, h, w, channels]: see `mtf.conv3d_with_blocks`."""
+    """`conv3d` of a volume in blocks, [..., d_blocks, h_blocks, d, h, w, channels]: see `mtf.conv3d_with_blocks`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.conv3d_with_blocks(
+      ...         mtf.input("x", "db:2;d:2;h:4;w:4;c:3"), mtf.Dimension("out", 8), d_blocks_dim=mtf.Dimension("db", 2)
+      ...     )
+      >>> y.shape
+      Shape('db:2;d:2;h:4;w:4;out:8')
+    """
     return in_whole(
         "conv3d_with_blocks",
         x,
@@ -214,7 +224,17 @@ def conv2d_transpose_with_blocks(
     numerics: Numerics = DEFAULT,
     name: str = "conv2d_transpose",
 ) -> Tensor:
-    """`conv2d_transpose` of an image in blocks: see `conv2d_with_blocks`."""
+    """`conv2d_transpose` of an image in blocks: see `conv2d_with_blocks`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.conv2d_transpose_with_blocks(
+      ...         mtf.input("x", "hb:2;h:4;w:4;c:3"), mtf.Dimension("out", 8), h_blocks_dim=mtf.Dimension("hb", 2)
+      ...     )
+      >>> y.shape
+      Shape('hb:2;h:8;w:8;out:8')
+    """
 
     def transposed(whole: Tensor) -> Tensor:
         return conv2d_transpose(whole, output_dim, filter_size, strides, padding, filter_initializer, numerics, name)
@@ -234,7 +254,17 @@ def conv3d_transpose_with_blocks(
     numerics: Numerics = DEFAULT,
     name: str = "conv3d_transpose",
 ) -> Tensor:
-    """`conv3d_transpose` of a volume in blocks: see `conv3d_with_blocks`."""
+    """`conv3d_transpose` of a volume in blocks: see `conv3d_with_blocks`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.conv3d_transpose_with_blocks(
+      ...         mtf.input("x", "db:2;d:2;h:4;w:4;c:3"), mtf.Dimension("out", 8), d_blocks_dim=mtf.Dimension("db", 2)
+      ...     )
+      >>> y.shape
+      Shape('db:2;d:4;h:8;w:8;out:8')
+    """
 
     def transposed(whole: Tensor) -> Tensor:
         return conv3d_transpose(whole, output_dim, filter_size, strides, padding, filter_initializer, numerics, name)

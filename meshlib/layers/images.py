@@ -195,6 +195,15 @@ def image_attention(
     Returns: the type of x, or that of `numerics`. Positions are merged into one dim, named as the first of them, for
       the attention: if several spatial dims are split, only the first stays split.
     Raises: ShapeError for dims that x lacks, or that pooling does not divide.
+    Example:
+      >>> import meshlib as mtf
+      >>> D = mtf.Dimension
+      >>> with mtf.Graph() as graph:
+      ...     x = mtf.input("x", [D("batch", 2), D("height", 8), D("width", 8), D("channels", 16)])
+      ...     y = mtf.layers.image_attention(x, [D("height", 8), D("width", 8)], D("channels", 16))
+      >>> y.shape == x.shape, graph.variables["image_attention/query/kernel"].output.shape.size
+      (True, 32)
+
     Source: Zhang et al., "Self-attention generative adversarial networks", arXiv:1805.08318, section 3; with pooling:
       Brock et al., arXiv:1809.11096.
     """

@@ -76,7 +76,18 @@ def latent_queries(
     numerics: Numerics = DEFAULT,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Queries [..., length, heads, nope] and rotated queries [..., length, heads, rope] of x [..., length, d_model]."""
+    """Queries [..., length, heads, nope] and rotated queries [..., length, heads, rope] of x [..., length, d_model].
+
+    Example:
+      >>> import meshlib as mtf
+      >>> D = mtf.Dimension
+      >>> nope, rope = D("head_dim", 6), D("head_dim", 2)
+      >>> dims = mtf.layers.LatentDims(D("heads", 2), D("kv_rank", 4), nope, rope, D("value", 6))
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", "length:8;d_model:16")
+      ...     print(*[q.shape for q in mtf.layers.latent_queries(x, dims, rotary_base=1e4)])
+      [length:8, heads:2, head_dim:6] [length:8, heads:2, head_dim:2]
+    """
     x, rotary_base, epsilon = _checked(x, dims, rotary_base, epsilon, numerics, "latent_queries")
     length, features = x.shape[-2:]
     narrow = features
@@ -99,7 +110,18 @@ def latent_memory(
     numerics: Numerics = DEFAULT,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The cached values: normalised latents [..., length, kv_rank] and the rotated shared key [..., length, rope]."""
+    """The cached values: normalised latents [..., length, kv_rank] and the rotated shared key [..., length, rope].
+
+    Example:
+      >>> import meshlib as mtf
+      >>> D = mtf.Dimension
+      >>> nope, rope = D("head_dim", 6), D("head_dim", 2)
+      >>> dims = mtf.layers.LatentDims(D("heads", 2), D("kv_rank", 4), nope, rope, D("value", 6))
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", "length:8;d_model:16")
+      ...     print(*[y.shape for y in mtf.layers.latent_memory(x, dims, rotary_base=1e4)])
+      [length:8, kv_rank:4] [length:8, head_dim:2]
+    """
     x, rotary_base, epsilon = _checked(x, dims, rotary_base, epsilon, numerics, "latent_memory")
     length, features = x.shape[-2:]
     latent = projection(x, dims.kv_rank, [features], False, None, numerics, "latent", "latent")

@@ -232,6 +232,14 @@ def masked_local_attention_1d(
       name: scope of the variables `q`, `k`, `v` [channels, heads, kv_channels] and `o`.
     Returns: the type of x, in the dtype of `numerics` if it has one.
     Raises: ShapeError for dims that clash or do not fit.
+    Example:
+      >>> import meshlib as mtf
+      >>> D = mtf.Dimension
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [D("batch", 2), D("length", 512), D("channels", 64)])
+      ...     y = mtf.layers.masked_local_attention_1d(x, D("kv", 16), D("heads", 4), window_size=128)
+      >>> y.shape
+      Shape('batch:2;length:512;channels:64')
     """
     what = "masked_local_attention_1d"
     x = as_numerics(numerics, what).cast(tensor(x, what))

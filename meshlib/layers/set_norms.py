@@ -241,6 +241,15 @@ def conditional_batch_norm(
       use_fast_variance: as in `batch_norm`.
     Returns: as in `batch_norm`.
     Raises: as in `batch_norm`; ShapeError if the condition has a dim that x lacks.
+    Example:
+      >>> import meshlib as mtf
+      >>> D = mtf.Dimension
+      >>> with mtf.Graph() as graph:
+      ...     x, classes = mtf.input("x", "batch:8;width:2;channels:4"), mtf.input("classes", "batch:8", "int32")
+      ...     y, updates = mtf.layers.conditional_batch_norm(x, D("channels", 4), classes, D("classes", 10), True)
+      >>> print(y.shape, graph.variables["conditional_batch_norm/scale/kernel"].output.shape, len(updates))
+      [batch:8, width:2, channels:4] [classes:10, channels:4] 2
+
     Source: Dumoulin et al., arXiv:1610.07629; for vectors: Brock et al. (BigGAN), arXiv:1809.11096, appendix B.
     """
     what = "conditional_batch_norm"

@@ -25,6 +25,17 @@ def quantized_kernels(state: Mapping[str, Any], program: Program) -> dict[str, A
       state: arrays by name, such as the state of a training simulation.
       program: the lowered program of a model with `Numerics(kernel_dtype=...)`.
     Raises: GraphError for a kernel of another shape.
+    Example:
+      >>> import meshlib as mtf
+      >>> tiny = mtf.models.preset("llama2-7b").reduced()
+      >>> narrow = tiny.replace(numerics=mtf.Numerics(kernel_dtype="int8"))
+      >>> with mtf.Graph():
+      ...     wide = mtf.lower(*mtf.models.train_step(tiny, batch=2, length=8))
+      >>> with mtf.Graph():
+      ...     program = mtf.lower(*mtf.models.decode_step(narrow, batch=2, cache_length=8))
+      >>> state = mtf.models.quantized_kernels(mtf.simulate(wide).state, program)
+      >>> {a.dtype.name for name, a in state.items() if name.endswith("wi/kernel")}
+      {'int8'}
     """
     narrow_state = dict(state)
     for name, v in program.variables.items():

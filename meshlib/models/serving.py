@@ -105,6 +105,13 @@ def decode_step(
       "dropped", the number of dropped choices in all layers.
     Cost: on one device it reads weights and caches once and writes a token's keys and values in place.
     Raises: as in `prefill`.
+    Example:
+      >>> import meshlib as mtf
+      >>> tiny = mtf.models.preset("llama2-7b").reduced()
+      >>> with mtf.Graph():
+      ...     program = mtf.lower(*mtf.models.decode_step(tiny, batch=2, cache_length=8))
+      >>> mtf.simulate(program).step(tokens=[3, 5])["logits"].shape
+      (2, 64)
     """
     serving = _Serving("decode_step", config, batch, cache_length, encoder_length, beams, cache_dtype, scan, group_size)
     return serving.decode()

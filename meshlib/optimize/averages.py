@@ -76,6 +76,16 @@ def averaged(state: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
     `evaluation.state.update(mtf.optimize.averaged(sim.state))`.
 
     Raises: GraphError if there are none, or the argument is not a state.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", [], 0.0)
+      ...     train = mtf.optimize.SgdOptimizer(1.0).apply_grads([mtf.constant(-1.0)], [w])
+      ...     program = mtf.lower(updates=train + mtf.optimize.moving_averages(train, 0.9))
+      >>> sim = mtf.simulate(program)
+      >>> _ = [sim.step() for _ in range(2)]
+      >>> mtf.optimize.averaged(sim.state), sim.state["w"].item()  # 0.9 * 1 + 0.1 * 2
+      ({'w': array(1.1, dtype=float32)}, 2.0)
     """
     if not isinstance(state, Mapping):
         raise GraphError(f"{at('averaged')}: expected a state, as sim.state, got {type(state).__name__} {state!r:.80}")

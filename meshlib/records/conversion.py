@@ -77,6 +77,15 @@ def make(
     Returns: the number of records, and the paths of the files.
     Raises: DataError for an unknown or empty source, options for another kind of source, and files that can't be read
       or written.
+    Example:
+      >>> import tempfile
+      >>> from pathlib import Path
+      >>> import meshlib as mtf
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     _ = Path(folder, "people.csv").write_text("name,age\\nAda,36\\nAlan,41\\n")
+      ...     count, _ = mtf.records.make(f"{folder}/people.csv", f"{folder}/people.records")
+      ...     [mtf.records.decode(record)["age"].tolist() for record in mtf.records.read(f"{folder}/people.records")]
+      [[36], [41]]
     """
     for name, value in (("source", source), *([("labels", labels)] if labels is not None else [])):
         if not isinstance(value, str | os.PathLike):

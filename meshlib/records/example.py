@@ -141,6 +141,11 @@ def encode(features: Mapping[str, Any]) -> bytes:
       features: name -> bytes, text (written as UTF-8), numbers, or lists and arrays of one of these. Floats are stored
         as float32, integers and bools as int64; arrays are flattened in C order.
     Raises: DataError for anything else, and integers beyond 64 bits.
+    Example:
+      >>> import meshlib as mtf
+      >>> record = mtf.records.encode({"label": 7, "pixels": [0.5, 1.0]})
+      >>> len(record), mtf.records.decode(record)["pixels"].tolist()
+      (42, [0.5, 1.0])
     """
     if not isinstance(features, Mapping):
         raise DataError(f"records.encode: expected a dict of names to values, got {type(features).__name__}")

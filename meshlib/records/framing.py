@@ -265,6 +265,13 @@ def read(paths: Paths, on_fault: str = "error", faults: list[Fault] | None = Non
       on_fault: "error", or "skip": skip records with damaged data, and the rest of a file after a damaged header.
       faults: a list to which the faults of skipped records are appended.
     Raises: DataError with file, byte position and fault.
+    Example:
+      >>> import tempfile
+      >>> import meshlib as mtf
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     _ = mtf.records.write(f"{folder}/train@2", [b"one", b"two", b"three"])
+      ...     sorted(mtf.records.read(f"{folder}/train@2"))
+      [b'one', b'three', b'two']
     """
     checked_on_fault(on_fault)
     names, known = at_one_moment(lambda: (files := files_of(paths), file_ids(files)), "records", DataError)

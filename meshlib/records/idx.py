@@ -30,6 +30,15 @@ def read_idx(path: str | os.PathLike[str], dims: int | None = None) -> NDArray[A
       dims: number of dimensions the file must have; None takes any.
     Returns: array in native byte order.
     Raises: DataError with the file, and the expected and actual content.
+    Example:
+      >>> import tempfile
+      >>> from pathlib import Path
+      >>> import meshlib as mtf
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     path = Path(folder, "labels.idx")
+      ...     _ = path.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 2, 1]))  # uint8, one dim, of 3
+      ...     mtf.records.read_idx(path).tolist()
+      [7, 2, 1]
     """
     with open_file(path, "read_idx", DataError) as (file, _):
         packed = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC

@@ -46,6 +46,13 @@ def files_of(paths: Paths) -> list[str]:
     Args:
       paths: a file, "name@10", a pattern with * ? or [], a folder (all files in it), or a list of these.
     Raises: DataError for missing files, an incomplete set, and files named twice.
+    Example:
+      >>> import tempfile
+      >>> import meshlib as mtf
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     _ = mtf.records.write(f"{folder}/train@2", [b"one", b"two"])
+      ...     [name.removeprefix(folder) for name in mtf.records.files_of(f"{folder}/train*")]
+      ['/train-00000-of-00002', '/train-00001-of-00002']
     """
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths) if isinstance(paths, Sequence) else []
     if not given or not all(isinstance(p, str | os.PathLike) for p in given):

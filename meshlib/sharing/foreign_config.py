@@ -36,6 +36,16 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
       name: name of the model; by default that of the file, or of the folder of a `config.json`.
     Raises: CheckpointError for an invalid file; GraphError for an unsupported model_type, with the reason (linear
       attention, towers), and for a scaling of rotary positions other than "linear", "llama3" and "yarn".
+    Example:
+      >>> import json, tempfile
+      >>> from pathlib import Path
+      >>> import meshlib as mtf
+      >>> written = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 99}
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     _ = Path(folder, "small.json").write_text(json.dumps(written))
+      ...     config = mtf.sharing.read_config(f"{folder}/small.json")
+      >>> config.name, config.layers, config.d_ff
+      ('small', 2, 256)
     """
     return _read(path, name)[0]
 
@@ -44,6 +54,15 @@ def config_notes(path: str | os.PathLike[str]) -> list[str]:
     """The features of a config.json that the model of `read_config` lacks, and the effect of each.
 
     Raises: as `read_config`.
+    Example:
+      >>> import json, tempfile
+      >>> from pathlib import Path
+      >>> import meshlib as mtf
+      >>> written = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 99}
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     _ = Path(folder, "small.json").write_text(json.dumps({**written, "resid_pdrop": 0.1}))
+      ...     mtf.sharing.config_notes(f"{folder}/small.json")
+      ['resid_pdrop=0.1: dropout while training; none here']
     """
     return _read(path, None)[1]
 

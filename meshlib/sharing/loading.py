@@ -57,6 +57,18 @@ def load_model(
     Returns: a `Model`, whose `predict` takes raw input: a line of text, a file or array of pixels, or feeds by name.
     Raises: CheckpointError for a folder that `export` did not write; LayoutError as `mtf.lower`; GraphError for other
       bad arguments.
+    Example:
+      >>> import tempfile
+      >>> import meshlib as mtf
+      >>> tiny = mtf.models.preset("gpt2").reduced().replace(vocab=300)
+      >>> with mtf.Graph():
+      ...     program = mtf.lower(*mtf.models.train_step(tiny, batch=1, length=4))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     words = mtf.BytePairs.learn("to be or not to be", 300)
+      ...     mtf.export(mtf.simulate(program, seed=0), folder, tiny, tokenizer=words)
+      ...     model = mtf.load_model(folder, mesh="cores:2", layout="heads:cores")
+      >>> isinstance(model.predict("to be", max_tokens=2), str)
+      True
     """
     what = "load_model"
     if not isinstance(folder, str | os.PathLike):

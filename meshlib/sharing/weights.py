@@ -96,6 +96,15 @@ def write_weights(
     Returns: the names of the files of tensors.
     Raises: GraphError for other arguments, and variables that are missing or of another shape; CheckpointError where
       a file can't be written.
+    Example:
+      >>> import tempfile
+      >>> import meshlib as mtf
+      >>> tiny = mtf.models.preset("gpt2").reduced()
+      >>> with mtf.Graph():
+      ...     sim = mtf.simulate(mtf.lower(*mtf.models.train_step(tiny, batch=1, length=4)), seed=0)
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     mtf.sharing.write_weights(sim.state, tiny, folder)
+      ['model.safetensors']
     """
     what = "write_weights"
     _, family = family_of(config, what)

@@ -246,6 +246,16 @@ def load(path: Path, sim: Simulation, *, strict: bool = True, only: Iterable[str
         is unchanged, and the rest of the file is ignored.
     Returns: skipped tensors, name -> reason; empty if strict.
     Raises: CheckpointError with all mismatches at once, or with the first fault of the file itself.
+    Example:
+      >>> import tempfile
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w, v = mtf.variable("w", "d:4", 1.0), mtf.variable("v", "d:4", 2.0)
+      ...     whole, part = mtf.lower({"y": w + v}), mtf.lower({"y": w + 0})
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     mtf.save(mtf.simulate(whole, seed=3), f"{folder}/both.safetensors")
+      ...     mtf.load(f"{folder}/both.safetensors", mtf.simulate(part), strict=False)
+      {'v': 'not in the simulation; the file has F32 [4]'}
     """
     _check_simulation(sim, "load", "load(path, sim)")
     patterns = _patterns(only)

@@ -135,6 +135,12 @@ def texts_in_rows(
     Args: as in `text_to_text`.
     Returns: `TextExamples` with "tokens", "targets", "segment_ids" and "segment_positions".
     Raises: as in `text_to_text`.
+    Example:
+      >>> import meshlib as mtf
+      >>> words = mtf.BytePairs.learn("to be or not to be", 260)
+      >>> rows = mtf.texts_in_rows(["to be", "or"], words, length=12)
+      >>> rows.arrays["segment_positions"].tolist()
+      [[0, 1, 2, 3, 0, 1, 2, 0, 0, 0, 0, 0]]
     """
     what = "texts_in_rows"
     rows = _TextRows(what, {"target": length}, packed, too_long)

@@ -197,6 +197,14 @@ def generator(config: BigGANConfig, z: Tensor, labels: Tensor, is_training: bool
       is_training: whether norms take statistics of the batch and there are updates.
     Returns: [batch, height, width, image_channels] in float32.
     Raises: GraphError for operands without these dims.
+    Example:
+      >>> import meshlib as mtf
+      >>> config = mtf.models.BigGANConfig("tiny", side=16, classes=3, features=4, z=9, shared=4, attention=0)
+      >>> with mtf.Graph():
+      ...     z, labels = mtf.input("z", "batch:2;z:9"), mtf.input("labels", "batch:2", "int32")
+      ...     images, updates = mtf.models.generator(config, z, labels, is_training=False)
+      >>> print(images.shape, updates)
+      [batch:2, height:16, width:16, image_channels:3] []
     """
     what = "generator"
     noise = find_dim(z, Dimension("z", config.z), what)
@@ -244,6 +252,14 @@ def discriminator(
       is_training: whether there are updates.
     Returns: the dims of labels, float32: positive for images that look real.
     Raises: GraphError for operands without these dims.
+    Example:
+      >>> import meshlib as mtf
+      >>> config = mtf.models.BigGANConfig("tiny", side=16, classes=3, features=4, z=9, shared=4, attention=0)
+      >>> with mtf.Graph():
+      ...     images = mtf.input("images", "batch:2;height:16;width:16;image_channels:3")
+      ...     logits, _ = mtf.models.discriminator(config, images, mtf.input("labels", "batch:2", "int32"), False)
+      >>> logits.shape
+      Shape('batch:2')
     """
     for d in image_dims(config):
         find_dim(images, d, "discriminator")
@@ -303,6 +319,15 @@ def gan_step(
       average_from: the step from which they are averaged.
     Returns: the outputs "generator_loss", "discriminator_loss", and mean logits "real" and "made"; the updates.
     Raises: GraphError for an invalid batch or optimizer.
+    Example:
+      >>> import meshlib as mtf
+      >>> config = mtf.models.BigGANConfig("tiny", side=16, classes=3, features=4, z=9, shared=4, attention=0)
+      >>> with mtf.Graph():
+      ...     adam = mtf.optimize.AdamOptimizer(2e-4, beta_1=0.0)
+      ...     outputs, updates = mtf.models.gan_step(config, 4, adam, adam, average=None)
+      >>> sorted(outputs)
+      ['discriminator_loss', 'generator_loss', 'made', 'real']
+
     Source: hinge losses: Lim and Ye, arXiv:1705.02894.
     """
     what = "gan_step"
@@ -344,6 +369,14 @@ def gan_samples(config: BigGANConfig, count: int) -> dict[str, Tensor]:
 
     Its inputs are z, float32 [count, z] (`config.noise`), and labels, int32 [count]. Returns: "images" in -1..1.
     Raises: GraphError for an invalid count.
+    Example:
+      >>> import meshlib as mtf
+      >>> config = mtf.models.BigGANConfig("tiny", side=16, classes=3, features=4, z=9, shared=4, attention=0)
+      >>> with mtf.Graph():
+      ...     program = mtf.lower(mtf.models.gan_samples(config, 4), mesh="data:2", layout="batch:data")
+      >>> sim = mtf.simulate(program)
+      >>> sim.step(z=config.noise(4), labels=[0, 1, 2, 0])["images"].shape
+      (4, 16, 16, 3)
     """
     examples = Dimension(BATCH, whole(count, "gan_samples", "count", low=1))
     z, labels = given("z", [examples, Dimension("z", config.z)]), given("labels", [examples], "int32")

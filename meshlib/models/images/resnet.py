@@ -178,6 +178,14 @@ def resnet(config: ResNetConfig, images: Tensor, is_training: bool) -> tuple[Ten
       is_training: whether batch norm uses statistics of the batch and returns updates.
     Returns: [batch, classes] in float32 (float64 if the numerics are).
     Raises: GraphError for images with other dims.
+    Example:
+      >>> import meshlib as mtf
+      >>> config = mtf.models.image_preset("resnet-18").replace(classes=10)
+      >>> with mtf.Graph():
+      ...     images = mtf.input("images", "batch:8;height:224;width:224;image_channels:3")
+      ...     logits, updates = mtf.models.resnet(config, images, is_training=True)
+      >>> print(logits.shape, len(updates))  # mean and variance of 20 norms
+      [batch:8, classes:10] 40
     """
     check_images(config, images, "resnet")
     tower = Tower(is_training, config.numerics, config.groups, config.decay, config.epsilon)

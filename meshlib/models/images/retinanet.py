@@ -196,6 +196,15 @@ def retinanet(
       images: [batch, height, width, image_channels] with the backbone's sizes, float; the caller normalises.
       is_training: whether batch norm uses statistics of the batch and returns updates.
     Raises: GraphError for images with other dims.
+    Example:
+      >>> import meshlib as mtf
+      >>> tiny = mtf.models.ResNetConfig("tiny", (1, 1, 1), False, stem="small", height=16, width=16, features=4)
+      >>> config = mtf.models.RetinaNetConfig("tiny", tiny, 2, levels=(2, 3), features=4, depth=1)
+      >>> with mtf.Graph():
+      ...     images = mtf.input("images", "batch:2;height:16;width:16;image_channels:3")
+      ...     outputs, updates = mtf.models.retinanet(config, images, is_training=False)
+      >>> {level: heads.codes.shape.size for level, heads in outputs.items()}
+      {2: 1152, 3: 288}
     """
     check_images(config, images, "retinanet")
     b = config.backbone
@@ -305,6 +314,14 @@ def detection_outputs(config: RetinaNetConfig, batch: int) -> dict[str, Tensor]:
 
     Its input is images. Returns: for each level l "scores<l>", the probability of each class for each anchor, and
     "codes<l>". Raises: GraphError for an invalid batch.
+    Example:
+      >>> import meshlib as mtf
+      >>> tiny = mtf.models.ResNetConfig("tiny", (1, 1, 1), False, stem="small", height=16, width=16, features=4)
+      >>> config = mtf.models.RetinaNetConfig("tiny", tiny, 2, levels=(2, 3), features=4, depth=1)
+      >>> with mtf.Graph():
+      ...     outputs = mtf.models.detection_outputs(config, 8)
+      >>> sorted(outputs)
+      ['codes2', 'codes3', 'scores2', 'scores3']
     """
     levels, _ = retinanet(config, _images(config, batch, "detection_outputs"), False)
     outputs = {f"scores{level}": sigmoid(level_outputs.logits) for level, level_outputs in levels.items()}

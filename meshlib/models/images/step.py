@@ -80,6 +80,14 @@ def image_evaluation(config: ImageConfig, batch: int | Sequence[Dimension]) -> d
     Returns: sums over unmasked examples: "loss" of cross entropies, "right" of correct classifications, and "count" of
       examples.
     Raises: GraphError for an invalid batch.
+    Example:
+      >>> import meshlib as mtf
+      >>> sizes = {"classes": 10, "height": 8, "width": 8, "features": 8}
+      >>> small = mtf.models.ResNetConfig("small", (1,), False, stem="small", **sizes)
+      >>> with mtf.Graph():
+      ...     program = mtf.lower(mtf.models.image_evaluation(small, 16), mesh="data:4", layout="batch:data")
+      >>> sorted(program.inputs), sorted(program.outputs)
+      (['images', 'labels', 'mask'], ['count', 'loss', 'right'])
     """
     images, labels = _inputs(config, batch, "image_evaluation")
     mask = given("mask", labels.shape)

@@ -96,6 +96,14 @@ def unet(config: UNetConfig, images: Tensor, is_training: bool) -> tuple[Tensor,
       is_training: whether batch norm uses statistics of the batch and returns updates.
     Returns: [batch, height, width, classes] in float32.
     Raises: GraphError for images with other dims.
+    Example:
+      >>> import meshlib as mtf
+      >>> config = mtf.models.UNetConfig(levels=2, features=8, height=32, width=32)
+      >>> with mtf.Graph():
+      ...     images = mtf.input("images", f"batch:2;height:32;width:32;image_channels:{config.channels}")
+      ...     logits, updates = mtf.models.unet(config, images, is_training=False)
+      >>> print(logits.shape)
+      [batch:2, height:32, width:32, classes:2]
     """
     check_images(config, images, "unet")
     tower = Tower(is_training, config.numerics, config.groups)

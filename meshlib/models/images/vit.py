@@ -130,6 +130,14 @@ def vit(config: ViTConfig, images: Tensor, is_training: bool) -> tuple[Tensor, l
       is_training: whether there is dropout.
     Returns: [batch, classes] in float32, and [].
     Raises: GraphError for images with other dims.
+    Example:
+      >>> import meshlib as mtf
+      >>> config = mtf.models.image_preset("vit-b-16")
+      >>> with mtf.Graph():
+      ...     images = mtf.input("images", "batch:2;height:224;width:224;image_channels:3")
+      ...     logits, updates = mtf.models.vit(config, images, is_training=False)
+      >>> print(logits.shape, updates)
+      [batch:2, classes:1000] []
     """
     check_images(config, images, "vit")
     numerics = config.numerics

@@ -31,6 +31,14 @@ def conv2d_with_blocks(
 
     Stride and padding refer to the whole image, as lists. Raises: ShapeError if its result can't be cut into as
     many blocks.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x, filters = mtf.input("x", "h_blocks:2;h:4;w:8;c:3"), mtf.ones("kh:3;kw:3;c:3;out:8")
+      ...     y = mtf.conv2d_with_blocks(x, filters, h_blocks_dim=mtf.Dimension("h_blocks", 2))
+      ...     program = mtf.lower({"y": y}, mesh="rows:2", layout="h_blocks:rows")
+      >>> print(y.shape, {c.kind for c in program.collectives})
+      [h_blocks:2, h:4, w:8, out:8] {'collective_permute'}
     """
 
     def conv(whole: Tensor) -> Tensor:
@@ -48,7 +56,16 @@ def conv3d_with_blocks(
     h_blocks_dim: Dimension | None = None,
     name: str | None = None,
 ) -> Tensor:
-    """`conv3d` of a volume in blocks: [..., d_blocks, h_blocks, d, h, w, channels]; see `conv2d_with_blocks`."""
+    """`conv3d` of a volume in blocks: [..., d_blocks, h_blocks, d, h, w, channels]; see `conv2d_with_blocks`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x, filters = mtf.input("x", "d_blocks:2;d:4;h:8;w:8;c:1"), mtf.ones("kd:3;kh:3;kw:3;c:1;out:8")
+      ...     y = mtf.conv3d_with_blocks(x, filters, stride=[1, 2, 2], d_blocks_dim=mtf.Dimension("d_blocks", 2))
+      >>> print(y.shape)
+      [d_blocks:2, d:4, h:4, w:4, out:8]
+    """
 
     def conv(whole: Tensor) -> Tensor:
         return conv3d(whole, filters, stride, padding, name=name)

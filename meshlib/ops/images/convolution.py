@@ -113,6 +113,13 @@ conv1d = _public(
     """A convolution along one dim: see `conv2d`, of which it has the arguments.
 
     x[..., length, channels], filters[k, channels, out]  ->  y[..., length, out]
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.conv1d(mtf.input("x", "length:4;c:1"), mtf.ones("k:3;c:1;out:1"))
+      >>> mtf.simulate(mtf.lower({"y": y})).step(x=[[1], [2], [3], [4]])["y"].ravel().tolist()
+      [3.0, 6.0, 9.0, 7.0]
     """,
 )
 conv2d = _public(
@@ -155,9 +162,29 @@ conv3d = _public(
     """A convolution along three dims: see `conv2d`, of which it has the arguments.
 
     x[..., depth, height, width, channels], filters[kd, kh, kw, channels, out]  ->  y[..., depth, height, width, out]
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", "batch:2;depth:8;height:8;width:8;channels:3")
+      ...     filters = mtf.variable("filters", "kd:3;kh:3;kw:3;channels:3;out:16")
+      ...     print(mtf.conv3d(x, filters, stride=[1, 2, 2]).shape)
+      [batch:2, depth:8, height:4, width:4, out:16]
     """,
 )
-conv1d_transpose = _public("conv1d_transpose", 1, "A transposed convolution along one dim: see `conv2d_transpose`.")
+conv1d_transpose = _public(
+    "conv1d_transpose",
+    1,
+    """A transposed convolution along one dim: see `conv2d_transpose`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.conv1d_transpose(mtf.input("x", "length:2;c:1"), mtf.ones("k:2;out:1;c:1"), stride=2)
+      >>> mtf.simulate(mtf.lower({"y": y})).step(x=[[1], [2]])["y"].ravel().tolist()
+      [1.0, 1.0, 2.0, 2.0]
+    """,
+)
 conv2d_transpose = _public(
     "conv2d_transpose",
     2,
@@ -180,7 +207,20 @@ conv2d_transpose = _public(
     Source: tf.nn.conv2d_transpose.
     """,
 )
-conv3d_transpose = _public("conv3d_transpose", 3, "A transposed convolution along three dims: see `conv2d_transpose`.")
+conv3d_transpose = _public(
+    "conv3d_transpose",
+    3,
+    """A transposed convolution along three dims: see `conv2d_transpose`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", "batch:2;depth:4;height:4;width:4;channels:16")
+      ...     filters = mtf.variable("filters", "kd:2;kh:2;kw:2;out:3;channels:16")
+      ...     print(mtf.conv3d_transpose(x, filters, stride=2).shape)
+      [batch:2, depth:8, height:8, width:8, out:3]
+    """,
+)
 
 
 _depthwise = _public("depthwise_conv2d", 2, "A convolution that keeps `group_dims`: see `conv2d`.")

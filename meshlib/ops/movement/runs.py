@@ -393,6 +393,13 @@ def halo_exchange(
       block_size_dim: dim within a block; it grows by 2 * halo_size.
       halo_size: number of elements; may exceed the block size.
       wrap: whether the first and last block are neighbours; otherwise zeros enter.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x, blocks, size = mtf.input("x", "blocks:2;size:3"), mtf.Dimension("blocks", 2), mtf.Dimension("size", 3)
+      ...     program = mtf.lower({"y": mtf.halo_exchange(x, blocks, size, 1)}, mesh="m:2", layout="blocks:m")
+      >>> mtf.simulate(program).step(x=[[1, 2, 3], [4, 5, 6]])["y"].tolist()
+      [[0.0, 1.0, 2.0, 3.0, 4.0], [3.0, 4.0, 5.0, 6.0, 0.0]]
     """
     return _with_margins(x, blocks_dim, block_size_dim, halo_size, wrap, both=True)
 
@@ -400,7 +407,16 @@ def halo_exchange(
 def left_halo_exchange(
     x: Tensor, blocks_dim: Dimension, block_size_dim: Dimension, halo_size: int, wrap: bool = False
 ) -> Tensor:
-    """As `halo_exchange`, with a halo on the left only: [blocks, halo + size]."""
+    """As `halo_exchange`, with a halo on the left only: [blocks, halo + size].
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x, blocks, size = mtf.input("x", "blocks:2;size:3"), mtf.Dimension("blocks", 2), mtf.Dimension("size", 3)
+      ...     y = mtf.left_halo_exchange(x, blocks, size, 1)
+      >>> mtf.simulate(mtf.lower({"y": y})).step(x=[[1, 2, 3], [4, 5, 6]])["y"].tolist()
+      [[0.0, 1.0, 2.0, 3.0], [3.0, 4.0, 5.0, 6.0]]
+    """
     return _with_margins(x, blocks_dim, block_size_dim, halo_size, wrap, both=False)
 
 
