@@ -93,9 +93,16 @@ class Parser(argparse.ArgumentParser):
                 return f"{first!r} is not KEY=VALUE, such as per_device_batch_size=2"
             return f"unexpected argument {first!r}; text with blanks or ';' needs quotes"
         name = first.partition("=")[0]
-        options = [option[2:] for action in self._actions for option in action.option_strings if option[:2] == "--"]
-        hint = nearest(name.lstrip("-"), options).replace("'", "'--", 1)
+        hint = nearest(name.lstrip("-"), self._options).replace("'", "'--", 1)
+        later = {option for command in self.commands.values() for option in command._options}
+        if name[2:] in later:
+            hint = "; options of a command come after it"
         return f"no option {name}{hint}"
+
+    @property
+    def _options(self) -> list[str]:
+        """The long options, without their dashes."""
+        return [option[2:] for action in self._actions for option in action.option_strings if option[:2] == "--"]
 
     def error(self, message: str) -> NoReturn:
         """Print one line and the usage, and exit."""
@@ -123,5 +130,6 @@ class Parser(argparse.ArgumentParser):
             return
         what = "command" if isinstance(action, argparse._SubParsersAction) else "choice"
         known = [str(choice) for choice in action.choices]
-        hint = nearest(str(value), known) or f"; there are {', '.join(known)}"
+        hint = "; write meshlib COMMAND --help" if what == "command" and value == "help" else nearest(str(value), known)
+        hint = hint or f"; there are {', '.join(known)}"
         raise argparse.ArgumentError(None if what == "command" else action, f"no {what} {value!r}{hint}")

@@ -268,7 +268,7 @@ def _effort(command: argparse.ArgumentParser) -> None:
         help="values to search: batch=64,128 or stages=1,4 and microbatches=1,16 of a model, arguments of a function; "
         "repeatedly",
     )
-    command.add_argument("--seconds", type=float, default=60.0, help="time limit of the search (%(default)s)")
+    command.add_argument("--seconds", type=_amount, default=60.0, help="time limit of the search (%(default)s)")
     command.add_argument("--workers", type=_count, help="processes; one for each core unless given")
 
 

@@ -377,6 +377,15 @@ def tried_values(texts: Sequence[str]) -> dict[str, list[object]]:
     return choices
 
 
+def _mesh(option: str, text: str) -> Mesh:
+    """The mesh that an option gives."""
+    try:
+        return Mesh(text)
+    except LayoutError as fault:
+        line = str(fault).splitlines()[0].partition(";")[0]
+        raise MeshlibError(f"{option}: {line}; a mesh is AXIS:SIZE;..., such as fsdp:16;tensor:8") from None
+
+
 def _check_name(text: str, name: str, known: Collection[str] | None) -> None:
     """Refuse names of layouts other than `known`, or if that is None, than those of any model."""
     if known is not None and not known:
@@ -384,7 +393,8 @@ def _check_name(text: str, name: str, known: Collection[str] | None) -> None:
     for part in (part.strip() for part in name.split("+")):
         names = known or dict.fromkeys([*LAYOUTS, *IMAGE_LAYOUTS])
         if part not in names:
-            hint = nearest(part, names) or f"; there are {', '.join(names)}, and any joined by '+'"
+            hint = nearest(part, names)
+            hint = hint or f"; there are {', '.join(names)}, any joined by '+', and rules such as batch:data"
             raise MeshlibError(f"--layout {text}: no layout {part!r}{hint}")
 
 
@@ -393,6 +403,7 @@ def completed_layouts(subject: Subject, mesh: str) -> list[tuple[str, str]]:
 
     Raises: GraphError for a function, and where no layout takes the mesh.
     """
+    _mesh("--mesh", mesh)
     names = LAYOUTS_OF_IMAGES if subject.image is not None else LAYOUTS_OF_MODELS if subject.config is not None else ()
     legal, faults = [], []
     for name in names:
@@ -416,13 +427,16 @@ def named_layouts(texts: Sequence[str], mesh: str | None, subject: Subject | Non
     layouts = []
     for text in texts:
         name, at, own = text.partition("@")
+        if not text.strip():
+            raise MeshlibError("--layout: nothing given; write LAYOUT@MESH, such as fsdp@fsdp:16")
         if name.strip() and ":" not in name:
             _check_name(text, name, None if subject is None else subject.layouts)
         if not at and mesh is None:
             raise MeshlibError(f"--layout {text}: say on which mesh: LAYOUT@MESH, such as fsdp+tensor@fsdp:16;tensor:8")
         if at and mesh is not None:
             raise MeshlibError(f"--layout {text} has a mesh; leave out --mesh")
-        if at and not name.strip() and Mesh(own.strip()).size > 1:
+        size = _mesh(f"--layout {text}", own.strip()).size if at else _mesh("--mesh", str(mesh)).size
+        if at and not name.strip() and size > 1:
             raise MeshlibError(
                 f"--layout {text}: no layout before the @, so all devices would do the same; give its name or rules, "
                 f"such as fsdp{text.strip()}"

@@ -26,7 +26,8 @@ def ended(name: str, run: Callable[[], int]) -> int:
         status = run()
         sys.stdout.flush()
     except (MeshlibError, HardwareError, LayoutError) as fault:
-        print(f"{name}: {fault}", *getattr(fault, "__notes__", ()), sep="\n", file=sys.stderr)
+        said = str(fault).removeprefix(f"{name.rpartition(' ')[2]}: ")  # of `mtf.search` by `meshlib search`
+        print(f"{name}: {said}", *getattr(fault, "__notes__", ()), sep="\n", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader has closed the pipe
         _discard_output()

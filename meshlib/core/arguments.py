@@ -12,7 +12,7 @@ from layouts.parsing import is_iterable
 from meshlib.core.dtypes import BOOL, INT4, DType
 from meshlib.core.errors import GraphError, MeshlibError, ShapeError, nearest
 from meshlib.core.graph import Tensor
-from meshlib.core.source_lines import UNKNOWN_LINE, source_line
+from meshlib.core.source_lines import UNKNOWN_LINE, is_own_check, source_line
 
 Array = np.ndarray[Any, Any]
 
@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 def at(what: str) -> str:
     """`what` followed by the user's source line: the beginning of messages about an argument."""
     line = source_line()
-    return what if line == UNKNOWN_LINE else f"{what} ({line})"
+    return what if line == UNKNOWN_LINE or is_own_check() else f"{what} ({line})"
 
 
 def divisors_near(total: int, count: int) -> str:

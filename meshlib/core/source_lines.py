@@ -97,9 +97,18 @@ def _model_line() -> str:
     return UNKNOWN_LINE
 
 
+def is_own_check() -> bool:
+    """Whether a model of this package checks what the command `meshlib` gave it: its line would tell a user nothing."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_CORE):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_MODELS) and _user_frame() is None
+
+
 # The path in frames, which stays right in archives and for relocated compiled files.
 _PACKAGE = os.path.dirname(os.path.dirname(_user_frame.__code__.co_filename))
 _MODELS, _COMMAND = os.path.join(_PACKAGE, "models", ""), os.path.join(_PACKAGE, "command", "__init__.py")
+_CORE = os.path.join(_PACKAGE, "core", "")
 _NUMPY, _LIBRARY = os.path.dirname(np.__file__), os.path.dirname(contextlib.__file__)
 _FOLDERS = (*(os.path.join(os.path.dirname(_PACKAGE), name, "") for name in OWN), os.path.join(_NUMPY, ""))
 

@@ -165,7 +165,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("plan FILE --slice v5e-8 --batch 3", "--set batch=..."),
     ("plan FILE --slice v5e-8 --remat full", "is for models"),
     ("plan FILE --slice v5e-8 --set nothing=3", "unexpected keyword argument 'nothing'"),
-    ("plan FILE --slice v5e-8 --seconds 0", "more than 0"),
+    ("plan FILE --slice v5e-8 --seconds 0", "a positive number"),
     ("plan FILE --slice v5e-8 --workers 0", "a whole number of at least 1, got '0'"),
     ("plan FILE --slice v5e-8 --steps few", "a whole number of at least 1, got 'few'"),
     ("plan FILE --slice v5e-8 --tokens=-1e9", "a positive number, got '-1e9'"),

@@ -286,6 +286,8 @@ def test_memory_far_below_the_capacity_is_drawn_large() -> None:
 OUTSIDE = """(() => {
   const wide = document.documentElement.clientWidth, out = [];
   if (document.documentElement.scrollWidth > wide) out.push("the page is " + document.documentElement.scrollWidth);
+  for (const e of document.querySelectorAll(".scroll"))
+    if (wide >= 1400 && e.scrollWidth > e.clientWidth + 1) out.push("to scroll: " + e.textContent.slice(0, 60));
   for (const e of document.querySelectorAll("body *")) {
     if (e.closest(".scroll") && !e.classList.contains("scroll")) continue;
     if (e.closest("svg") && e.tagName !== "svg") continue;
