@@ -12,6 +12,16 @@ import meshlib as mtf
 Mistake = tuple[Callable[[], object], type[Exception], list[str]]  # the code, the class of the error, patterns
 
 
+def in_graph(build: Callable[[], object]) -> Callable[[], object]:
+    """The code, run in a graph of its own."""
+
+    def run() -> object:
+        with mtf.Graph():
+            return build()
+
+    return run
+
+
 def assert_explained(mistake: Mistake, name: str) -> str:
     """The code raises an error of exactly this class, whose text has all patterns; the text."""
     code, kind, wanted = mistake

@@ -14,21 +14,13 @@ import pytest
 import meshlib as mtf
 from meshlib import optimize
 from meshlib.core.errors import ArgumentError
-from tests.command.mistakes import Mistake, assert_explained
+from tests.command.mistakes import Mistake, assert_explained, in_graph
 from tests.core.public import public_names
 from tests.effort import each
 
 D = mtf.Dimension
 BATCH, INNER, ROWS = D("batch", 8), D("inner", 4), D("rows", 6)
 LINE = r"test_bad_calls\.py:\d+"
-
-
-def in_graph(build: Callable[[], object]) -> Callable[[], object]:
-    def run() -> object:
-        with mtf.Graph():
-            return build()
-
-    return run
 
 
 def loss_program(lr: object = 0.1) -> mtf.Program:

@@ -19,7 +19,7 @@ import pytest
 import meshlib as mtf
 from meshlib import layers, optimize
 from meshlib.core import initializers
-from tests.command.mistakes import assert_explained
+from tests.command.mistakes import assert_explained, in_graph
 from tests.core.public import public_names
 from tests.effort import draws, each, some
 
@@ -62,14 +62,6 @@ def simulated(**options: object) -> mtf.Simulation:
 
 def step(**feeds: object) -> object:
     return simulated().step({"images": IMAGES, "labels": LABELS, **feeds})
-
-
-def in_graph(build: Callable[[], object]) -> Callable[[], object]:
-    def run() -> object:
-        with mtf.Graph():
-            return build()
-
-    return run
 
 
 def two_graphs() -> object:
