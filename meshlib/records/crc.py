@@ -146,7 +146,7 @@ def _shifts(level: int) -> Array:
 
 @cache
 def _row_table() -> tuple[Array, Array]:
-    """The contribution of a byte at each position of a row, uint32 [ROW * 256], and the begin of each position's
+    """The contribution of a byte at each position of a row, uint32 [ROW * 256], and the start of each position's
     entries."""
     table = np.empty((ROW, 256), np.uint32)
     table[ROW - 1] = _byte_table()
