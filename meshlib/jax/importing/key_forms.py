@@ -6,9 +6,10 @@ The third of several keys equals one that a loop over them reads in its third tr
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from operator import and_
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -34,6 +35,42 @@ class Form(NamedTuple):
     numbers: Numbers = ()
 
 
+class Ancestor(NamedTuple):
+    """A key from which another is derived: by a split or fold (`following` is None), or carried on by a loop.
+
+    children    which of its children come next in the line, or are carried on; None if not known
+    carried     whether a loop carries on this key or one before
+    """
+
+    key: tuple[int, Numbers]
+    following: str | None
+    children: frozenset[int] | None
+    before: Ancestor | None
+    carried: bool
+
+    def line(self) -> Iterator[Ancestor]:
+        """This ancestor and all before it; children of a carried key in its first trip are children of the key."""
+        one = self
+        later: frozenset[int] | None = frozenset()
+        while True:
+            both = None if one.children is None or later is None else one.children | later
+            yield one if one.following is None else one._replace(children=both)
+            if one.before is None:
+                return
+            one, later = one.before, one.children
+
+    def may_meet(self, other: Ancestor) -> bool:
+        """True if a loop carries on a key of one line, and the other may derive a key alike in another way."""
+        return (self.carried or other.carried) and any(
+            a.key[0] == b.key[0]
+            and a.following != b.following
+            and all(map(and_, a.key[1], b.key[1]))
+            and (a.children is None or b.children is None or bool(a.children & b.children))
+            for a in self.line()
+            for b in other.line()
+        )
+
+
 @dataclass(eq=False)
 class Forms:
     """The forms of keys and of the numbers in them, and the levels of the loops whose trips determine them."""
@@ -43,6 +80,7 @@ class Forms:
     _elements: dict[Var, Form] = field(default_factory=dict)  # of stacked results of loops
     _levels: dict[Var, frozenset[int]] = field(default_factory=dict)
     _standing: dict[Hashable, int] = field(default_factory=dict)
+    _ancestors: dict[Var, Ancestor | None] = field(default_factory=dict)
 
     def _what(self, form: Form) -> int:
         """A number that stands for a form without its numbers: a chain of splits would otherwise hold all before it."""
@@ -65,6 +103,29 @@ class Forms:
         forms = [self.form(x) for x in keys]
         return tuple(map(self._what, forms)), tuple([n for f in forms for n in f.numbers])
 
+    def ancestors(self, x: Var) -> Ancestor | None:
+        """The keys from which a key is derived, the last one first."""
+        if x not in self._ancestors:
+            if x.maker is None or x.maker.bodies or not x.key:
+                return None
+            parent = x.maker.ins[0]
+            derives = x.maker.kind in ("random_split", "random_fold_in")
+            self._descend(x, self._ancestor(parent, None, None) if derives else self.ancestors(parent))
+        return self._ancestors[x]
+
+    def _descend(self, x: Var, line: Ancestor | None) -> None:
+        form = self.form(x)
+        self._ancestors[x] = line if line is None or form.kind != "child" else line._replace(children=form.numbers[-1])
+
+    def _ancestor(self, x: Var, following: str | None, children: frozenset[int] | None) -> Ancestor:
+        before = self.ancestors(x)
+        carried = following is not None or (before is not None and before.carried)
+        return Ancestor(self._known(x), following, children, before, carried)
+
+    def _known(self, x: Var) -> tuple[int, Numbers]:
+        form = self.form(x)
+        return self._what(form), form.numbers
+
     def form(self, x: Var) -> Form:
         """The derivation of a key, or of a number in one."""
         if x not in self._forms:
@@ -74,7 +135,7 @@ class Forms:
     def exact(self, x: Var) -> Hashable | None:
         """The form of a key that is the same in all trips: equal for equal keys. None for others."""
         form = self.form(x)
-        return (self._what(form), form.numbers) if all(len(values) == 1 for values in form.numbers) else None
+        return self._known(x) if all(len(values) == 1 for values in form.numbers) else None
 
     def _form(self, x: Var) -> Form:
         values, maker = self._values(x), x.maker
@@ -160,6 +221,7 @@ class Forms:
             self._forms[x] = Form(NUMBER, (), (_integers(elements),))
         elif x.key:
             self._forms[x] = self._elements.get(stack) or self._element(stack)
+            self._descend(x, self.ancestors(stack))
 
     def counter(self, x: Var, first: Var, step: object, length: int) -> None:
         """The argument of a loop's body that grows by `step` in each trip."""
@@ -169,16 +231,26 @@ class Forms:
             (value,) = begin
             self._forms[x] = Form(NUMBER, (), (frozenset([value + n * int(np.asarray(step)) for n in range(length)]),))
 
-    def carry(self, x: Var, first: Var, following: str) -> None:
-        """The argument of a loop's body that is a key, computed from that of the trip before as `following` says."""
+    def carry(self, x: Var, first: Var, following: Any) -> None:
+        """The argument of a loop's body that is a key, computed from that of the trip before by `following`."""
         self._levels[x] = self.levels(first) | {x.level}
         begin = self.form(first)
-        self._forms[x] = Form("carry", (self._what(begin), following), begin.numbers)
+        self._forms[x] = Form("carry", (self._what(begin), str(following)), begin.numbers)
+        self._ancestors[x] = self._ancestor(first, str(following), _child(following))
 
     def stack(self, whole: Var, element: Var) -> None:
         """The result of a loop that stacks a key of its body."""
         if element.key:
             self._elements[whole] = self.form(element)
+            self._ancestors[whole] = self.ancestors(element)
+
+
+def _child(following: Any) -> frozenset[int] | None:
+    """Which child of its key a jaxpr returns, if it splits the key and takes one."""
+    names = [eqn.primitive.name for eqn in following.eqns if eqn.primitive.name not in ("random_wrap", "random_unwrap")]
+    folds = "fry" in str(following) and bool(jax.config.jax_threefry_partitionable)
+    known = names == ["random_split", "slice", "squeeze"] and folds
+    return frozenset([following.eqns[-2].params["start_indices"][0]]) if known else None
 
 
 def _splits_like_folds(maker: CodeStep) -> bool:

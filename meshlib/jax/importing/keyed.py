@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from meshlib.jax.importing.code import CodeStep, Var, scan_sizes
-from meshlib.jax.importing.key_forms import Forms, Numbers
+from meshlib.jax.importing.key_forms import Ancestor, Forms, Numbers
 from meshlib.jax.importing.trips import elements_of
 
 AGAIN = (
@@ -55,6 +55,7 @@ class Keyed:
     drawn: dict[Hashable, frozenset[Draw]] = field(default_factory=dict)  # bits -> their draws
     # identity -> the first draw, and the trips of the loops that determine its key
     first: dict[Hashable, tuple[CodeStep, tuple[int, ...]]] = field(default_factory=dict)
+    lines: dict[Hashable, list[tuple[Draw, Ancestor]]] = field(default_factory=dict)  # bits -> ancestors of draws' keys
     _numbers: dict[Hashable, int] = field(default_factory=dict)
 
     def _number(self, *identity: Hashable) -> int:
@@ -87,7 +88,7 @@ class Keyed:
         for x, first, v, result in zip(own[:carries], given, inside, jaxpr.outvars, strict=False):
             a, b = (None, None) if hasattr(result, "val") else sums.get(result, (None, None))
             if x.key and (following := _following(jaxpr, inside.index(v), len(inside))) is not None:
-                self.identities[x] = ("carry", self.identity(first), following)
+                self.identities[x] = ("carry", self.identity(first), str(following))
                 self.forms.carry(x, first, following)
             elif a is v and b is not None and hasattr(b, "val") and not x.shape:
                 self.identities[x] = ("counter", self.identity(first), p["length"], p["reverse"], str(b))
@@ -146,12 +147,17 @@ class Keyed:
             return False
         if any(varying.repeats(d) for d in others if d.numbers != numbers):
             return False
+        lines = self.lines.setdefault(bits, [])
+        ancestors = [a for a in map(self.forms.ancestors, keys) if a is not None]
+        if any(own.repeats(draw) and a.may_meet(b) for a in ancestors for draw, b in lines):
+            return False
+        lines += [(own, a) for a in ancestors]
         self.drawn[equal], self.drawn[alike] = draws | {own}, others | {varying}
         return True
 
 
-def _following(jaxpr: Any, at: int, carries_and_slices: int) -> str | None:
+def _following(jaxpr: Any, at: int, carries_and_slices: int) -> Any:
     """A loop's computation of a carry from its own value alone; None if other values determine it."""
     consts = len(jaxpr.invars) - carries_and_slices
     part, used = dce_jaxpr(jaxpr, [n == at for n in range(len(jaxpr.outvars))])
-    return str(part) if [n for n, read in enumerate(used) if read] == [consts + at] else None
+    return part if [n for n, read in enumerate(used) if read] == [consts + at] else None

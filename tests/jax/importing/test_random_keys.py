@@ -92,6 +92,43 @@ REFUSED = {
 }
 
 
+def carried(split=2):
+    def step(key, _):
+        key, of_trip, *_ = jax.random.split(key, split)
+        return key, jax.random.normal(of_trip, (3,))
+
+    return lambda key: lax.scan(step, key, None, length=3)[1]
+
+
+def by_hand(key):
+    return jax.random.split(jax.random.split(key)[0])[1]
+
+
+def numbers(key):
+    return jax.random.normal(key, (3,))
+
+
+REFUSED |= {
+    "carried, then split by hand": in_a_trip(carried(), by_hand),
+    "split by hand, then carried": lambda w, key: (numbers(by_hand(key)), w + carried()(key)),
+    "carried by two loops": lambda w, key: (w + carried()(key), carried(3)(key)),
+    "raw, carried": in_a_trip(lambda k: carried()(jax.random.key_data(k)), lambda k: by_hand(jax.random.key_data(k))),
+}
+DISTINCT = {
+    "split before": lambda w, key: (w + numbers(by_hand(key)), carried()(jax.random.split(by_hand(key))[0])),
+    "folded": in_a_trip(carried(), lambda key: jax.random.fold_in(key, 7)),
+    "another child": in_a_trip(carried(), lambda key: by_hand(jax.random.split(key, 4)[3])),
+}
+
+
+@pytest.mark.parametrize("function", DISTINCT.values(), ids=DISTINCT)
+def test_a_carried_key_and_others_that_no_trip_derives_are_distinct(function):
+    w, key = np.float32(0), jax.random.key(0)
+    graph = mtf.from_jax(function, w, key)
+    rows = mtf.simulate(mtf.lower(graph.outputs)).step(**graph.feeds(w, key)).values()
+    assert pattern(rows) == pattern(function(w, key)) == [*range(4)]
+
+
 @pytest.mark.parametrize("function", REFUSED.values(), ids=REFUSED)
 def test_a_key_of_one_trip_used_outside_its_loop_is_refused(function):
     with pytest.raises(NotImported, match="a key that a loop has drawn with, of another length, in one of its trips"):
