@@ -190,9 +190,7 @@ def _plan(command: argparse.ArgumentParser) -> None:
 def _report(command: argparse.ArgumentParser) -> None:
     _layout(command)
     _compile(command)
-    command.add_argument(
-        "--search", action="store_true", help="search meshes and layouts instead of comparing the usual ones"
-    )
+    command.add_argument("--search", action="store_true", help="search meshes and layouts, not only the usual ones")
     command.add_argument("--out", required=True, help="the file to write, such as plan.html")
     _run(command)
     _effort(command)
@@ -200,9 +198,7 @@ def _report(command: argparse.ArgumentParser) -> None:
 
 def _init(command: argparse.ArgumentParser) -> None:
     _layout(command)
-    command.add_argument(
-        "--search", action="store_true", help="search meshes and layouts instead of comparing the usual ones"
-    )
+    command.add_argument("--search", action="store_true", help="search meshes and layouts, not only the usual ones")
     command.add_argument(
         "--out", default="test_plan.py", help="the test to write (%(default)s), its snapshot beside it"
     )
@@ -237,9 +233,7 @@ def _serve(command: argparse.ArgumentParser) -> None:
 
 def _run(command: argparse.ArgumentParser) -> None:
     how_long = command.add_mutually_exclusive_group()
-    how_long.add_argument(
-        "--tokens", type=_amount, help="also the cost of a whole run of this many tokens, such as 1e12"
-    )
+    how_long.add_argument("--tokens", type=_amount, help="also the cost of a run of this many tokens, such as 1e12")
     how_long.add_argument("--epochs", type=_amount, help="the same for this many epochs of --examples")
     how_long.add_argument("--steps", type=_count, help="the same for this many steps")
     command.add_argument("--examples", type=_count, help="examples of an epoch")

@@ -142,9 +142,7 @@ class Subject:
         Raises: GraphError for a user's function, which has no known evaluation.
         """
         if self.config is None:
-            raise GraphError(
-                f"{self.name}: only models of the library have evaluations; leave out --evaluation-examples"
-            )
+            raise GraphError(f"{self.name}: only models have evaluations; leave out --evaluation-examples")
         with Graph():
             model = transformer(self.config, self.sizes["batch"], self.sizes["length"])
             rules = self.rules(name, mesh)

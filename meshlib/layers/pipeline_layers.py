@@ -81,9 +81,7 @@ def stage_layers(
     sizes = [whole(n, WHAT, "counts", low=1) for n in items(counts, WHAT, "counts")]
     stage = tensor(x, WHAT).shape[0] if len(tensor(x, WHAT).shape) else None
     if stage is None or stage.size != len(sizes):
-        raise ShapeError(
-            f"{at(WHAT)}: the first dim of {x} must be the {len(sizes)} stages of which counts has the layers"
-        )
+        raise ShapeError(f"{at(WHAT)}: the first dim of {x} must be the {len(sizes)} stages that counts has")
     dim = Dimension("layers", max(sizes))
     has = np.array([[n < count for count in sizes] for n in range(dim.size)])
     if has.all():

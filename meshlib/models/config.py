@@ -398,9 +398,7 @@ class TransformerConfig(Shown, Config):
         if self.head_dim != self.latent.head_dim:
             faults.append(f"head_dim must be nope_dim + rope_dim = {self.latent.head_dim}, got {self.head_dim}")
         if self.position != "rotary":
-            faults.append(
-                f"latent attention rotates queries and keys: position must be 'rotary', got {self.position!r}"
-            )
+            faults.append(f"latent attention rotates its queries: position must be 'rotary', got {self.position!r}")
         unlike = {"kv_heads": self.kv_heads not in (None, self.heads), "windows": self.windows != (None,)}
         unlike |= {"qk_norm": self.qk_norm, "encoder_layers": self.encoder_decoder, "bias": self.has_attention_bias}
         faults += [f"latent attention does not combine with {name}" for name, given in unlike.items() if given]

@@ -74,9 +74,7 @@ def extend_step(
         whole(size, WHAT, name, low=1)
     if c.kind != "decoder" or c.position == "relative":
         kind = "has relative positions" if c.kind == "decoder" else f"is of kind {c.kind!r}"
-        raise GraphError(
-            f"{at(WHAT)}: a running batch needs a decoder with absolute or rotary positions; {c.name} {kind}"
-        )
+        raise GraphError(f"{at(WHAT)}: a running batch needs a decoder without relative positions; {c.name} {kind}")
     if c.position == "learned" and c.max_length and cache_length > c.max_length:
         raise GraphError(f"{at(WHAT)}: {c.name} has {c.max_length} positions, but cache_length is {cache_length}")
     if length > cache_length:

@@ -57,9 +57,7 @@ class KeptEstimates:
         replace_file(self.path, lambda file: file.write(text.encode()), "search", GraphError)
 
     def _read(self) -> None:
-        content, _ = read_json(
-            self.path, "search", GraphError, "a file of estimates; name another file", constants=True
-        )
+        content, _ = read_json(self.path, "search", GraphError, "a file of estimates; name another", constants=True)
         if content.get("format") != FORMAT:
             raise GraphError(f"search: {self.path} has no estimates in the format {FORMAT!r}; name another file")
         check_fields(content, {"keys": RECORD, "estimates": RECORD}, self._refuse)

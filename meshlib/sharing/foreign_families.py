@@ -254,9 +254,7 @@ def _rotary_notes(fields: Fields) -> list[str]:
     share = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
     out = [] if kind in SCALINGS else [f"rope_scaling of type {kind!r:.40}: angles are not scaled here, at equal cost"]
     if share != 1.0:
-        out.append(
-            f"partial_rotary_factor={share}: all features of queries and keys are rotated here, at about equal cost"
-        )
+        out.append(f"partial_rotary_factor={share}: all features of queries and keys rotate here, at about equal cost")
     return out
 
 
@@ -270,9 +268,7 @@ def notes(fields: Fields, kind: str) -> list[str]:
         out.append("attention sinks: one more logit for each head, and its parameter")
     if kind == "llama4_text" and fields.get("attention_chunk_size"):
         chunk = fields["attention_chunk_size"]
-        out.append(
-            f"attention_chunk_size={chunk}: three of four layers see chunks of this many tokens; all tokens here"
-        )
+        out.append(f"attention_chunk_size={chunk}: three of four layers see chunks of that size; all tokens here")
     if fields.get("num_nextn_predict_layers"):
         count = fields["num_nextn_predict_layers"]
         out.append(f"num_nextn_predict_layers={count}: layers that predict further tokens, with their parameters")

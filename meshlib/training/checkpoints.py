@@ -124,11 +124,7 @@ class Keeper:
                     older = len(there) > 1
                     raise DamagedError(
                         f"{fault}; "
-                        + (
-                            f"on_damage='previous' continues from {there[-2].name}"
-                            if older
-                            else "there is no older one"
-                        )
+                        + (f"on_damage='previous' continues from {there[-2].name}" if older else "no other is older")
                     ) from None
                 damaged.append((path, fault))
                 continue

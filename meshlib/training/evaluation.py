@@ -57,9 +57,7 @@ class Evaluation:
         if isinstance(self.every, bool) or not isinstance(self.every, int | np.integer) or self.every < 1:
             raise GraphError(f"{what}: every must be an integer >= 1, got {self.every!r:.80}")
         if not is_iterable(self.data) or iter(self.data) is self.data:
-            raise FeedError(
-                f"{what}: data must start over for each evaluation, as mtf.data does; got {self.data!r:.80}"
-            )
+            raise FeedError(f"{what}: data must start over in each evaluation, as mtf.data does; got {self.data!r:.80}")
         if isinstance(self.data, Data) and (self.data.epochs is None or self.data.batching is None):
             fault = "repeat forever" if self.data.epochs is None else "are not in batches"
             raise FeedError(f"{what}: the data {fault}: {self.data}")

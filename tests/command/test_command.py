@@ -117,7 +117,7 @@ def test_the_other_commands(file: str, capsys: pytest.CaptureFixture[str], tmp_p
         (["profile", file, "--slice", "v3-8", *layout, "--rows", "-1"], 2, "0 for all of them, got '-1'"),
         ([*plan, "--epochs", "2", "--examples", "640"], 0, "20 steps of 64 examples"),
         ([*plan, "--evaluate-every", "9"], 2, "give its length by --tokens"),
-        ([*plan, "--steps", "9", "--evaluation-examples", "9"], 2, "only models of the library have evaluations"),
+        ([*plan, "--steps", "9", "--evaluation-examples", "9"], 2, "only models have evaluations"),
         ([*plan, "--tokens", "1e9"], 2, "has a dim 'length'"),
         (["slices", "v5e"], 0, "v5e-256"),
         (["search", file, "--slice", "v5e-4", "--axes", "1", "--seconds", "600"], 0, "All are accounted for"),

@@ -174,12 +174,8 @@ reduce_sum = _public(
 )
 reduce_max = _public(_MAX, "Maximum over dims, chosen as in `reduce_sum`; ties share the gradient equally.", "[2. 4.]")
 reduce_min = _public(_MIN, "Minimum over dims, chosen as in `reduce_sum`; ties share the gradient equally.", "[1. 3.]")
-reduce_all = _public(
-    _ALL, "True where all elements are true, over dims chosen as in `reduce_sum`; bool.", "[ True False]"
-)
-reduce_any = _public(
-    _ANY, "True where some element is true, over dims chosen as in `reduce_sum`; bool.", "[ True  True]"
-)
+reduce_all = _public(_ALL, "True if all elements are, over dims chosen as in `reduce_sum`; bool.", "[ True False]")
+reduce_any = _public(_ANY, "True if some element is, over dims chosen as in `reduce_sum`; bool.", "[ True  True]")
 
 
 def reduce_mean(
