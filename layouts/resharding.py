@@ -41,22 +41,6 @@ def reshard(source: Sharding, target: Sharding, itemsize: float) -> Plan:
     return _plan(source, target, itemsize)
 
 
-@lru_cache(maxsize=1 << 16)
-def at_least(source: Sharding, target: Sharding) -> float:
-    """Lower bound, without a search, of the elements that a device sends from `source` to `target`, on average.
-
-    Reduced values must be received entirely. Otherwise a device must receive the part of its block outside its old
-    block: along each dim the two share at most the smaller size.
-
-    >>> at_least(Sharding("n:8;m:8", "a:4", [("a",), ()]), Sharding("n:8;m:8", "a:4", [(), ("a",)]))
-    12.0
-    """
-    if any(a not in target.pending_axes for a in source.pending_axes):
-        return float(target.local_size)
-    counts = zip(source.block_counts, target.block_counts, strict=True)
-    return target.local_size - target.shape.size / prod([max(pair) for pair in counts])
-
-
 _NOTHING = Plan((), 0, 0)
 
 

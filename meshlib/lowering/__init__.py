@@ -14,7 +14,8 @@ minimum of a sum of small tables over discrete variables (a min-plus factor grap
                   them                                                                                            values
     copies        a tensor's tables: the cheapest tree of reshards from its producer to its users, pending sums
                   included. A copy that takes more memory than the assigned sharding serves one region. In each region
-                  users share up to three copies; a tensor of many users has a variable for them       copies, distances
+                  users share up to three copies; a tensor of many users has a variable for them. The program makes the
+                  copies of the tree that was priced                                  copies, copy_trees, distances
     elimination   dominated values are dropped; a variable's tables are added and minimised over it, the smallest
                   result first. Alternating both solves most graphs with small tables. For the others dual ascent bounds
                   each value, and those above the incumbent are pruned. Where tables would exceed a limit, the search

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshlib.core.opdef import Work
-from meshlib.lowering.materialisation import Prices
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Balance:
     mxu_flops_per_byte: float = 1.0
     vpu_ops_per_byte: float = 32.0
     stationary: bool = True
-    axis_prices: Prices = ()
+    axis_prices: tuple[tuple[str, float], ...] = ()
     collective_bytes: float = 0.0
 
     def bytes_of(self, work: Work) -> float:

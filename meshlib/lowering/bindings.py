@@ -6,10 +6,13 @@ import enum
 from collections.abc import Sequence
 from functools import lru_cache
 
-from layouts import Sharding
+from layouts import Sharding, reshard
+from layouts.step_kinds import STEP_KINDS
 from meshlib.core.graph import UPDATE, Operation, Tensor
 from meshlib.core.opdef import Home
 from meshlib.lowering.assigned import Homes
+from meshlib.lowering.balance import Balance
+from meshlib.lowering.distances import distances
 from meshlib.lowering.simplification import Simplified
 
 
@@ -42,6 +45,21 @@ def binding(t: Tensor, graph: Simplified, homes: Homes, fetched: set[Tensor]) ->
         pending = all(_is_linear(op, i) and op.region != UPDATE for op, i in uses)
         return Binding.IF_LARGER if pending else Binding.ALWAYS
     return Binding.NEVER
+
+
+def settled(
+    s: Sharding, binding: Binding, home: Sharding, itemsize: float, balance: Balance
+) -> tuple[float, tuple[Sharding, ...]]:
+    """Cost of resharding a result to its binding, and the placements under which it then exists, in order.
+
+    Where a sum is reduced or blocks are rearranged on the way, the result also exists after that step.
+    """
+    bound = s if binding is Binding.NEVER else binding.settled(s, home)
+    if bound == s:
+        return 0.0, (s,)
+    before_last = [step for step in reshard(s, bound, itemsize).steps[:-1] if not step.after.pending]
+    passed = [step.after for step in before_last if step.before.pending or STEP_KINDS[step.kind].rearranges]
+    return float(distances((s, bound), itemsize, balance)[0, 1]), (s, *passed, bound)
 
 
 @lru_cache(maxsize=1 << 14)

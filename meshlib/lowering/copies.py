@@ -10,10 +10,10 @@ hubs, and from free slices of large ones. The set is a variable of its own, unle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import combinations, permutations, product
+from itertools import chain, combinations, islice, permutations, product
 from math import inf
 from typing import NamedTuple, TypeAlias
 
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from layouts import Sharding
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import stored
+from meshlib.lowering.copy_trees import CopyTree, Spot, grown
 from meshlib.lowering.cost_tables import Floats, Ints
 from meshlib.lowering.distances import distances
 from meshlib.lowering.elimination import FactorGraph
@@ -31,7 +32,6 @@ from meshlib.lowering.values import ClassRows
 HUBS = 3  # maximum number of shared copies per region
 MOST_HUB_SETS = 400
 
-Spot: TypeAlias = tuple[int, int]  # (region, placement); regions in order
 Axis: TypeAlias = tuple[int | None, Ints]  # (variable, class of each of its values)
 
 
@@ -47,6 +47,9 @@ class Copies:
     regions: Sequence[str] = ()
     made: tuple[ClassRows, ...] = ()
     uses: list[tuple[int | None, str, ClassRows]] = field(default_factory=list)  # (variable, region, placements needed)
+    variables: Sequence[int] = ()  # of its tables, once entered: the producer's and users', then those of hubs
+    numbers: dict[str, int] = field(default_factory=dict)  # of the regions
+    tables: CopyTables | None = None
 
     def set_made(self, variables: Sequence[int | None], regions: Sequence[str], made: tuple[ClassRows, ...]) -> None:
         """Set the placements that each value of the producer's variables produces; later regions may have none."""
@@ -63,7 +66,7 @@ class Copies:
         needed = [row for _, _, rows in self.uses for row in rows.classes]
         return list(dict.fromkeys([s for row in (first, *later, *rest, *needed) for s in row]))
 
-    def enter(self, graph: FactorGraph, known: dict[object, FactorGraph]) -> None:
+    def enter(self, graph: FactorGraph, known: dict[object, CopyTables]) -> None:
         """Add the tensor's tables to a factor graph; `known` caches those of alike tensors."""
         if not self.uses:
             return
@@ -71,21 +74,42 @@ class Copies:
         for v in (*self.producers, *[v for v, _, _ in self.uses]):
             if v is not None and v not in place:
                 place[v] = len(place)
-        if not place:  # the cost of its copies does not depend on any choice
+        if not place and self._is_simple():
             return
-        order: dict[str, int] = {}
+        order = self.numbers
         numbers = tuple([order.setdefault(r, len(order)) for r, _ in zip(self.regions, self.made, strict=False)])
         uses = [(place.get(v), order.setdefault(r, len(order)), rows) for v, r, rows in self.uses]
         producers = tuple([place.get(v) for v in self.producers])
         key = (self.home, self.itemsize, self.regather, producers, self.made, numbers, *uses)
-        own = known.get(key)
-        if own is None:
-            own = known[key] = FactorGraph([0] * len(place))
-            _Tables(self, list(zip(producers, numbers, self.made, strict=True)), uses).enter(own)
-        variables = [v for v in place if v is not None]
-        variables += [graph.add_variable(size) for size in own.sizes[len(place) :]]
+        tables = self.tables = known.get(key)
+        if tables is None:
+            made = list(zip(producers, numbers, self.made, strict=True))
+            tables = self.tables = known[key] = CopyTables(self, made, uses, len(place))
+        own = tables.graph
+        added = [graph.add_variable(size) for size in own.sizes[len(place) :]]
+        self.variables = variables = [*[v for v in place if v is not None], *added]
         for scope, table in own.tables:
             graph.add([variables[v] for v in scope], table)
+
+    def _is_simple(self) -> bool:
+        """True if nothing is to be chosen: one use in the producer's region, or all uses at home."""
+        used = {(region, rows) for _, region, rows in self.uses}
+        if all(rows.classes == ((self.home,),) for _, rows in used):
+            return self.home in self.made[0].classes[0]
+        return len(used) == 1 and self.uses[0][1] == self.regions[0]
+
+    def tree(self, values: Sequence[int]) -> CopyTree:
+        """From which copy each copy is made, under values of all variables of the factor graph."""
+        if self.tables is None:
+            return CopyTree({})
+        regions, placements = [*self.numbers], [*self.tables.placements]
+        parents = self.tables.tree(tuple([values[v] for v in self.variables]))
+        return CopyTree(
+            {
+                (regions[r], placements[s]): (regions[before], placements[source])
+                for (r, s), (before, source) in parents.items()
+            }
+        )
 
 
 @dataclass(eq=False)
@@ -116,12 +140,13 @@ class End:
 class _Hubs(NamedTuple):
     """Costs of the sets of copies that a region may share."""
 
+    sets: Sequence[Ints]  # the sets, by size
     link: Floats  # of reaching a set (columns) from each row of copies
     serve: Sequence[Floats]  # of each class of each use (columns) from a set (rows)
     lasting: Floats  # of each placement in later regions (columns) from a set (rows)
 
 
-class _Tables:
+class CopyTables:
     """The tables of a tensor, over its own numbering of variables and placements."""
 
     def __init__(
@@ -129,6 +154,7 @@ class _Tables:
         copies: Copies,
         made: Sequence[tuple[int | None, int, ClassRows]],
         uses: Sequence[tuple[int | None, int, ClassRows]],
+        count: int,
     ) -> None:
         self.home, self.regather = copies.home, copies.regather
         self.placements = {s: n for n, s in enumerate(copies.placements())}
@@ -144,6 +170,10 @@ class _Tables:
         self.between = distances(placements, copies.itemsize, copies.balance)
         light = [not self.regather or s.local_size <= self.home.local_size for s in placements]
         self.light: NDArray[np.bool_] = np.array(light)
+        self.graph = FactorGraph([0] * count)
+        self.hubs: list[tuple[int, Sequence[Ints]]] = []  # of each further variable: its region, the sets by size
+        self._trees: dict[Sequence[int], Mapping[Spot, Spot]] = {}
+        self._enter()
 
     def number(self, s: Sharding) -> int:
         """Number of a placement."""
@@ -183,8 +213,8 @@ class _Tables:
 
     # ------------------------------------------------------------ regions
 
-    def enter(self, graph: FactorGraph) -> None:
-        """Add the tables to a factor graph."""
+    def _enter(self) -> None:
+        graph = self.graph
         regions = sorted({u.region for u in self.uses})
         early = [end for end in self.made if end.region <= regions[0]]
         before, root = _axes(early), self._root(regions[0], early)
@@ -198,6 +228,7 @@ class _Tables:
                 self._expand(graph, self._costs_of(mine[0], root), before, _axes(mine))
                 continue
             hubs = self._hubs(root, mine, [u for u in self.uses if u.region > region])
+            self.hubs.append((region, hubs.sets))
             own: Axis = (graph.add_variable(len(hubs.lasting)), np.arange(len(hubs.lasting)))
             self._expand(graph, hubs.link, before, [own])
             for table, use in zip(hubs.serve, mine, strict=True):
@@ -220,7 +251,7 @@ class _Tables:
         lasting = np.zeros((len(near), 0))
         if following:
             lasting = np.concatenate([self._from_lasting(some) for some in sets])
-        return _Hubs(link, serve, lasting)
+        return _Hubs(sets, link, serve, lasting)
 
     def _candidates(self, root: Floats, mine: Sequence[End], following: Sequence[End]) -> Ints:
         """The placements that a shared copy may have."""
@@ -252,6 +283,24 @@ class _Tables:
         free = (self.between[sets] == 0).any(axis=1) & self.light
         costs: Floats = np.where(free[:, :, None], self.between, inf).min(axis=1)
         return costs
+
+    # ------------------------------------------------------------ the copies of a solution
+
+    def tree(self, values: tuple[int, ...]) -> Mapping[Spot, Spot]:
+        """From which copy each copy is made, under values of the variables."""
+        if values not in self._trees:
+
+            def placements(end: End) -> Sequence[int]:
+                return end.classes[0 if end.variable is None else end.of[values[end.variable]]]
+
+            sets = {
+                region: next(islice(chain.from_iterable(sets), value, None)).tolist()
+                for (region, sets), value in zip(self.hubs, values[len(values) - len(self.hubs) :], strict=True)
+            }
+            made = [(end.region, s) for end in self.made for s in placements(end)]
+            needs = [(use.region, placements(use)) for use in self.uses]
+            self._trees[values] = grown(self.between, self.light, made, sets, needs)
+        return self._trees[values]
 
     # ------------------------------------------------------------ from classes to values
 

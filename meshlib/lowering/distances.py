@@ -14,18 +14,19 @@ from typing import TypeAlias
 
 import numpy as np
 
-from layouts import Mesh, Shape, Sharding
+from layouts import Mesh, Shape, Sharding, reshard, resharding
 from layouts.dims import Dimension
 from layouts.sharding import Axes, Pending, laid
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.cost_tables import Floats, Ints
-from meshlib.lowering.materialisation import Prices, axes_price, between
 
 COLLECTIVE, STRAY = 2.0**-10, 2.0**-16  # bytes: ties go to fewer collectives, then to the plain reading of the layout
 MOST_USUAL = 2  # axes of a mesh whose placements are tabulated before they are asked for
 MOST_AXES = 8  # larger meshes: sets of axes are not tabulated
 KINDS = {"sum": 0, "max": 1, "min": 2}
 
+Prices: TypeAlias = tuple[tuple[str, float], ...]  # (axis, price of a byte sent along it); 1 for other axes
+Price: TypeAlias = tuple[float, int]  # bytes and collectives
 Masks: TypeAlias = Ints  # sets of mesh axes, one bit per axis
 # Of a sharding: the axes that split each dim, and pending reductions.
 Placement: TypeAlias = tuple[tuple[Axes, ...], Pending]
@@ -220,3 +221,28 @@ def _plain(
     sent[~possible] = np.inf
     collectives[~possible] = 0
     return np.array((sent, collectives))
+
+
+def between(here: Sharding, there: Sharding, itemsize: float, prices: Prices) -> Price:
+    """Price of a reshard between two shardings: bytes and collectives."""
+    if not can_become(here, there):
+        return float("inf"), 0
+    if not prices:
+        return resharding.price(here, there, itemsize)
+    plan = reshard(here, there, itemsize)
+    return sum([step.sent_bytes * axes_price(step.axes, prices) for step in plan.steps]), plan.collectives
+
+
+def axes_price(axes: Iterable[str], prices: Prices) -> float:
+    """Price of a byte sent along these axes together."""
+    by_axis = dict(prices)
+    return max((by_axis.get(a, 1.0) for a in axes), default=1.0)
+
+
+def can_become(source: Sharding, target: Sharding) -> bool:
+    """True if a reshard exists: a reduced maximum cannot become pending again, a sum can."""
+    return (
+        not target.pending
+        or set(target.pending) <= set(source.pending)
+        or all(kind == "sum" for _, kind in (*source.pending, *target.pending))
+    )

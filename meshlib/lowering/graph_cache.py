@@ -21,7 +21,7 @@ from meshlib.core.graph import Graph, Operation, Tensor
 from meshlib.lowering.assigned import Traits
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import Binding
-from meshlib.lowering.elimination import FactorGraph
+from meshlib.lowering.copies import CopyTables
 from meshlib.lowering.expected_halos import Near
 from meshlib.lowering.repetition import Repetition, repetition
 from meshlib.lowering.shared_sums import Sharing, shared_sums
@@ -40,8 +40,8 @@ class Prices:
 
     balance: Balance
     _of: dict[object, Pricing] = field(default_factory=dict)
-    tables: dict[object, FactorGraph] = field(default_factory=dict)  # tables of the copies of alike tensors
-    home_choices: dict[tuple[Signature, Sharding], Choice | None] = field(default_factory=dict)
+    tables: dict[object, CopyTables] = field(default_factory=dict)  # tables of the copies of alike tensors
+    blockwise: dict[tuple[Signature, Sharding], Choice | None] = field(default_factory=dict)
     interned: SharedValues = field(default_factory=SharedValues)
     alike: dict[object, Values] = field(default_factory=dict)  # values of alike operations
     _values: dict[ValuesKey, Values] = field(default_factory=dict)

@@ -14,27 +14,26 @@ from meshlib.core.opdef import Kind
 from meshlib.lowering.accumulators import bind_terms
 from meshlib.lowering.assigned import Homes
 from meshlib.lowering.balance import Balance
+from meshlib.lowering.distances import axes_price
 from meshlib.lowering.expected_halos import Near, near_shifts
 from meshlib.lowering.graph_cache import Memos
 from meshlib.lowering.halos import share_halos
 from meshlib.lowering.loops import Body, Makers
-from meshlib.lowering.materialisation import axes_price
 from meshlib.lowering.ordering import order_and_fuse
 from meshlib.lowering.partition import Partitioner
 from meshlib.lowering.passes import join_gathers, merge_small_collectives, remove_dead_code
-from meshlib.lowering.problem import Problem, best_choices
+from meshlib.lowering.problem import Chosen, Problem, best_choices
 from meshlib.lowering.repeated_choice import repeated_choices
 from meshlib.lowering.repetition import Irregular, Repetition
 from meshlib.lowering.shared_sums import split_sums
 from meshlib.lowering.simplification import Simplified
-from meshlib.lowering.strategies import Choices
 from meshlib.lowering.unrolling import unrolled
 from meshlib.program.checker import Sound, check_program
 from meshlib.program.instructions import Value
 from meshlib.program.records import Program
 
 Nears: TypeAlias = Mapping[Operation, Near]  # see `near_shifts`
-Choose: TypeAlias = Callable[[Problem], tuple[Choices, float]]
+Choose: TypeAlias = Callable[[Problem], Chosen]
 Trial: TypeAlias = Callable[[Tensor], tuple[Sharding, Makers]]
 Lowered: TypeAlias = Callable[[Simplified, Homes, Nears, bool], Program]
 PASSES = (remove_dead_code, share_halos, join_gathers, merge_small_collectives, order_and_fuse)
@@ -74,7 +73,7 @@ class Lowering:
     def _unrolled(self, layers: Repetition, fetched: Mapping[str, Tensor], counts_steps: bool) -> Program:
         """The whole program, with alike layers lowered once. Raises: Irregular where that is impossible."""
 
-        def choose(problem: Problem) -> tuple[Choices, float]:
+        def choose(problem: Problem) -> Chosen:
             return repeated_choices(problem, layers) if problem.graph is layers.short else best_choices(problem)
 
         *passes, order = PASSES
@@ -221,7 +220,7 @@ class Lowering:
             counts_steps,
             notes,
             is_body,
-            sweep.excess_bytes,
+            sweep.chosen.excess,
             self.compiler,
         )
         check_program(program, "partitioning", sound=self.sound)

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from layouts import Sharding
 from meshlib.core.graph import UPDATE, Operation, Tensor
-from meshlib.core.opdef import RESIDENT, Home, Kind, Role
+from meshlib.core.opdef import RESIDENT, Home, Kind
 from meshlib.lowering.assigned import Homes
-from meshlib.lowering.bindings import Binding, binding
+from meshlib.lowering.bindings import Binding, binding, settled
 from meshlib.lowering.copies import Copies
+from meshlib.lowering.copy_trees import CopyTree
 from meshlib.lowering.distances import STRAY
 from meshlib.lowering.elimination import FactorGraph, Solution
 from meshlib.lowering.expected_halos import Near
 from meshlib.lowering.graph_cache import Prices
 from meshlib.lowering.loops import Loops
-from meshlib.lowering.materialisation import again_axes
-from meshlib.lowering.placements import blockwise
+from meshlib.lowering.recomputation import Free, blockwise_choice
 from meshlib.lowering.simplification import Simplified
 from meshlib.lowering.solving import solve
 from meshlib.lowering.strategies import Choice, Choices, Space
 from meshlib.lowering.strategy_costs import Strategy, StrategySet
-from meshlib.lowering.values import Free, Values, ValuesKey, settled
-from meshlib.program.signature import Signature, Signatures
+from meshlib.lowering.values import Values, ValuesKey
+from meshlib.program.signature import Signatures
 
 
 @dataclass(eq=False)
@@ -99,7 +100,7 @@ class Problem:
         for op in self.graph.operations:
             inputs = self.graph.inputs[op]
             free = bool(op.outputs) and op.output in self.graph.again and all(x in self.free for x in inputs)
-            choice = self._home_choice(op) if free or op in self.graph.updating else None
+            choice = self._blockwise(op, self.homes.of(op.output)) if free or op in self.graph.updating else None
             if choice is None:
                 continue
             if free:
@@ -124,13 +125,12 @@ class Problem:
             doubtful += [user for user, _ in self.graph.uses.get(op.output, ())]
         self.at_home.update(assigned)
 
-    def _home_choice(self, op: Operation) -> Choice | None:
-        """The choice that computes an operation's assigned sharding block by block; None if there is none."""
-        signature, home = self.signatures.of(op), self.homes.of(op.output)
-        known = self.prices.home_choices
-        if (signature, home) not in known:
-            known[signature, home] = home_choice(signature, home)
-        return known[signature, home]
+    def _blockwise(self, op: Operation, out: Sharding) -> Choice | None:
+        """The choice that computes a result's sharding block by block; None if there is none."""
+        signature, known = self.signatures.of(op), self.prices.blockwise
+        if (signature, out) not in known:
+            known[signature, out] = blockwise_choice(signature, out)
+        return known[signature, out]
 
     def _is_at_home(self, x: Tensor, assigned: Mapping[Operation, Choice]) -> bool:
         """True if a tensor exists under its assigned sharding whatever is chosen."""
@@ -227,36 +227,61 @@ class Problem:
         for n, s in enumerate(dict.fromkeys(targets)):
             cost, at = self._settled(op.output, s)
             split: dict[str, tuple[str, ...]] = {}
-            for a, f in blockwise(s):
+            for a, f in _block_axes(s):
                 split[f] = (*split.get(f, ()), a)
             strategies.append(Strategy(Choice(split, (s,), s, (), ((),)), cost + STRAY * (n > 0), at, cost))
         return StrategySet(strategies)
 
     # ------------------------------------------------------------ result
 
-    def choices(self, solution: Solution) -> Choices:
+    def _choices(self, solution: Solution) -> Choices:
         """The choices of each operation."""
         chosen: dict[Operation, tuple[Choice, ...]] = {op: (choice,) for op, choice in self.at_home.items()}
-        for op, values in self.values.items():
-            variable = self.variables[op][0]
-            strategies = values.parts[0][0 if variable is None else solution.values[variable]]
-            chosen[op] = tuple([s.choice for s in strategies])
+        chosen.update((op, self._chosen(solution, op, 0)) for op in self.values)
         return chosen
 
+    def _chosen(self, solution: Solution, op: Operation, r: int) -> tuple[Choice, ...]:
+        """The choices of an operation in the r-th of its regions."""
+        if r >= len(self.variables[op]):
+            return ()
+        variable = self.variables[op][r]
+        strategies = self.values[op].parts[r][0 if variable is None else solution.values[variable]]
+        return tuple([s.choice for s in strategies])
 
-def home_choice(signature: Signature, home: Sharding) -> Choice | None:
-    """The choice that computes an operation's assigned sharding block by block; None if there is none."""
-    if any(f.outputs[0] is not None and f.role is not Role.PARALLEL for f in signature.factors):
-        return None
-    axes, nothing = again_axes(signature, home), ((),) * len(signature.op.inputs)
-    assigned = None if axes is None else signature.under(home.mesh, axes, nothing)
-    if axes is None or assigned is None or assigned.out != home or assigned.exchanges:
-        return None
-    return Choice(axes, assigned.operands, home, (), nothing)
+    def chosen(self, solution: Solution) -> Chosen:
+        """The choices of a solution, and its copies."""
+
+        def tree(t: Tensor) -> CopyTree:
+            return self.copies[t].tree(solution.values) if t in self.copies else CopyTree({})
+
+        def again(t: Tensor, region: str, wanted: Sharding) -> Choice | None:
+            op = t.operation
+            if t in self.free:
+                return self._blockwise(op, wanted)
+            for r, name in enumerate(self.regions[op] if op in self.values else ()):
+                if name == region and r:
+                    return next((c for c in self._chosen(solution, op, r) if c.out == wanted), None)
+            return None
+
+        return Chosen(self._choices(solution), tree, again, max(0.0, solution.cost - solution.bound))
 
 
-def best_choices(problem: Problem) -> tuple[Choices, float]:
-    """The choices of the best program found, and the excess of its bytes over the lower bound."""
+class Chosen(NamedTuple):
+    """How a graph is lowered; `excess` are the bytes above the lower bound."""
+
+    choices: Choices
+    tree: Callable[[Tensor], CopyTree]  # from which copy each copy of a tensor is made
+    # How a region computes a tensor again under a sharding, if it does.
+    again: Callable[[Tensor, str, Sharding], Choice | None]
+    excess: float
+
+
+def best_choices(problem: Problem) -> Chosen:
+    """The choices of the best program."""
     problem.build()
-    solution = solve(problem.factors)
-    return problem.choices(solution), solution.cost - solution.bound
+    return problem.chosen(solve(problem.factors))
+
+
+def _block_axes(sharding: Sharding) -> tuple[tuple[str, str], ...]:
+    """The assignment of an operation that computes each block of its result from the existing block alone."""
+    return tuple((a, d.name) for d, axes in zip(sharding.shape, sharding.axes, strict=True) for a in axes)

@@ -13,10 +13,9 @@ from typing import TypeAlias
 from meshlib.core.graph import Operation, Tensor
 from meshlib.lowering.cost_tables import Floats
 from meshlib.lowering.elimination import FactorGraph, Solution
-from meshlib.lowering.problem import Problem
+from meshlib.lowering.problem import Chosen, Problem
 from meshlib.lowering.repetition import Irregular, Repetition
 from meshlib.lowering.solving import solve
-from meshlib.lowering.strategies import Choices
 
 Place: TypeAlias = int | None  # layer number in the short graph; None: outside all layers
 Owner: TypeAlias = tuple[Hashable, Place]  # (identity of a variable within its layer, layer)
@@ -25,7 +24,7 @@ Table: TypeAlias = tuple[tuple[tuple[Hashable, Place], ...], Floats]
 NOISE = 1e-9  # relative to a cost
 
 
-def repeated_choices(problem: Problem, layers: Repetition) -> tuple[Choices, float]:
+def repeated_choices(problem: Problem, layers: Repetition) -> Chosen:
     """As `best_choices`, for the short graph of a problem, with the excess over the bound of the whole graph.
 
     Raises: Irregular where omitted layers would choose differently from each other.
@@ -38,7 +37,7 @@ def repeated_choices(problem: Problem, layers: Repetition) -> tuple[Choices, flo
     if cost > solution.cost + NOISE * abs(solution.cost):
         raise Irregular
     short = tuple([values[expanded.number(v)] for v in range(len(problem.factors.sizes))])
-    return problem.choices(Solution(short, cost, solution.bound)), max(0.0, cost - solution.bound)
+    return problem.chosen(Solution(short, cost, solution.bound))
 
 
 class _Expanded:

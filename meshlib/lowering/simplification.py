@@ -66,15 +66,6 @@ class Simplified:
         return {op: tuple(map(some.index, some)) for op, some in tensors.items()}
 
     @cached_property
-    def readers(self) -> dict[Tensor, list[tuple[Operation, int]]]:
-        """The (operation, operand number) pairs that read each tensor, copies to the host included."""
-        readers: dict[Tensor, list[tuple[Operation, int]]] = {}
-        for op in self.operations:
-            for n in op.needs:
-                readers.setdefault(self.inputs[op][n], []).append((op, n))
-        return readers
-
-    @cached_property
     def regions(self) -> dict[Operation, list[str]]:
         """Regions in which an operation may run: its own, and if it may run again, those that use its result."""
         used: dict[Tensor, set[str]] = {}

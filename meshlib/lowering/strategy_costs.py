@@ -10,10 +10,9 @@ import numpy as np
 from layouts import Mesh, Sharding
 from meshlib.core.opdef import Work
 from meshlib.lowering.balance import Balance
-from meshlib.lowering.bindings import Binding
-from meshlib.lowering.distances import COLLECTIVE, STRAY, distances
+from meshlib.lowering.bindings import Binding, settled
+from meshlib.lowering.distances import COLLECTIVE, STRAY, axes_price, distances
 from meshlib.lowering.expected_halos import Near
-from meshlib.lowering.materialisation import axes_price
 from meshlib.lowering.strategies import Axes, Choice, Question, assignments, pass_options
 from meshlib.program.exchanges import busiest_bytes
 from meshlib.program.signature import Signature
@@ -27,7 +26,7 @@ class Strategy(NamedTuple):
 
     choice: Choice
     cost: float
-    made: tuple[Sharding, ...]  # placements of the result: as computed, and after the reshard to its binding
+    made: tuple[Sharding, ...]  # placements of the result: see `settled`
     home_cost: float  # of that reshard
 
 
@@ -107,11 +106,8 @@ class Pricing:
             cost += (COLLECTIVE + self.balance.collective_bytes) * len(exchanges)
             for over in dict.fromkeys(e.axes for e in exchanges):
                 cost += busiest_bytes((e, 1) for e in exchanges if e.axes == over) * axes_price(over, prices)
-        results: tuple[Sharding, ...] = (out,)
-        settled = self.binding.settled(out, home)
-        if settled != out:
-            home_cost = float(distances((out, settled), self.signature.op.output.dtype.itemsize, self.balance)[0, 1])
-            results = (out, settled)
+        itemsize = self.signature.op.output.dtype.itemsize
+        home_cost, results = settled(out, self.binding, home, itemsize, self.balance)
         return Strategy(choice, cost + home_cost, results, home_cost)
 
     def _undominated(self, strategies: list[Strategy]) -> list[Strategy]:
@@ -136,6 +132,9 @@ class Pricing:
         computed, bound = np.array([[row[0], row[-1]] for row in rows]).T
         nearest = np.minimum(between[computed], between[bound])  # from b's result to each placement
         instead += nearest[:, computed] + np.where(bound == computed, 0, nearest[:, bound])
+        for a, row in enumerate(rows):
+            for passed in row[1:-1]:
+                instead[:, a] += nearest[:, passed]
         better = (instead <= own + 1e-9).T.tolist()  # [a][b]
         undominated: list[int] = []
         for n, row in enumerate(better):

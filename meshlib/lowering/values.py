@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,10 +16,10 @@ from layouts import Sharding
 from meshlib.core.graph import Operation
 from meshlib.core.opdef import Home
 from meshlib.lowering.balance import Balance
-from meshlib.lowering.bindings import Binding
+from meshlib.lowering.bindings import Binding, settled
 from meshlib.lowering.cost_tables import Floats, Ints
 from meshlib.lowering.distances import distances
-from meshlib.lowering.materialisation import BYTES_PER_OPERATION, again_axes
+from meshlib.lowering.recomputation import Free, run_cost
 from meshlib.lowering.strategies import Choice
 from meshlib.lowering.strategy_costs import Strategy, StrategySet
 from meshlib.program.factor_shardings import beside
@@ -70,49 +70,6 @@ class SharedValues:
         if key not in self._free:
             self._free[key] = Free(signature, home, operands)
         return self._free[key]
-
-
-@dataclass(eq=False)
-class Free:
-    """A tensor recomputed locally wherever it is used; `operands` are those of its operation."""
-
-    signature: Signature
-    home: Sharding
-    operands: tuple[Free, ...]
-    _costs: dict[Sharding, float] = field(default_factory=dict)
-
-    def cost(self, wanted: Sharding) -> float:
-        """Work of computing it under a sharding."""
-        wanted = wanted.drop_pending()
-        if wanted == self.home:
-            return 0.0
-        if wanted not in self._costs:
-            axes = again_axes(self.signature, wanted)
-            assert axes is not None
-            assigned = self.signature.under(wanted.mesh, axes, ((),) * len(self.operands))
-            assert assigned is not None
-            cost = run_cost(self.signature, axes, wanted)
-            for x, s in zip(self.operands, assigned.operands, strict=True):
-                cost += x.cost(s)
-            self._costs[wanted] = cost
-        return self._costs[wanted]
-
-
-def run_cost(signature: Signature, axes: Any, out: Sharding) -> float:
-    """Price of running an operation again: almost nothing."""
-    blocks = signature.cut(tuple([out.mesh.group_size(axes.get(n, ())) for n in signature.names]))
-    assert blocks is not None
-    return BYTES_PER_OPERATION * (blocks.work.vpu_ops + 1)
-
-
-def settled(
-    s: Sharding, binding: Binding, home: Sharding, itemsize: float, balance: Balance
-) -> tuple[float, tuple[Sharding, ...]]:
-    """Cost of resharding a result to its binding, and the placements under which it then exists."""
-    bound = binding.settled(s, home)
-    if bound == s:
-        return 0.0, (s,)
-    return float(distances((s, bound), itemsize, balance)[0, 1]), (s, bound)
 
 
 class ValuesKey(NamedTuple):

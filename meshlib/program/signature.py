@@ -62,7 +62,6 @@ class Signature:
         self._assigned: dict[object, Assigned | None]
         self.options: dict[object, Any]  # cache of the lowering: assignments by what they depend on
         self._assigned, self.options = shared.setdefault(alike, ({}, {}))
-        self.ways: dict[object, Any] = {}  # cache of the lowering: reshards of results to a sharding
         self.splits: dict[object, Any] = {}  # keyed by the axes that may split each factor
 
     def cut(self, counts: tuple[int, ...]) -> BlockCounts | None:
@@ -110,7 +109,6 @@ class Signature:
         """Drop cached results of particular meshes."""
         self._assigned.clear()
         self.options.clear()
-        self.ways.clear()
         self.splits.clear()
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from layouts import LayoutError, Mesh, Sharding, permute_pairs, reshard
-from layouts.resharding import at_least, price
+from layouts.resharding import price
 from tests.effort import draws
 from tests.layouts.oracle import Exhaustive, block_of, execute, reduced, spread
 from tests.layouts.strategies import properties, shardings
@@ -180,6 +180,14 @@ def ring_bytes(step):
         "slice": 0,
         "mask": 0,
     }[step.kind]
+
+
+def at_least(source: Sharding, target: Sharding) -> float:
+    """A bound on the elements that a device sends: reduced values, or what its old block lacks of the new one."""
+    if any(a not in target.pending_axes for a in source.pending_axes):
+        return float(target.local_size)
+    counts = zip(source.block_counts, target.block_counts, strict=True)
+    return target.local_size - target.shape.size / prod([max(pair) for pair in counts])
 
 
 @properties

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 
 import numpy as np
 import pytest
 
+import meshlib as mtf
 import meshlib.lowering.copies as tables
 from layouts import Mesh, Shape, Sharding
 from meshlib.lowering import Balance
 from meshlib.lowering.bindings import stored
+from meshlib.lowering.copy_trees import Copy
 from meshlib.lowering.distances import distances
-from meshlib.lowering.elimination import Elimination, FactorGraph
+from meshlib.lowering.elimination import Elimination, FactorGraph, Solution
+from meshlib.lowering.partition import Partitioner
+from meshlib.lowering.problem import Problem
+from meshlib.lowering.solving import solve
 from meshlib.lowering.values import SharedValues
+from meshlib.program.instructions import Move
 from tests.effort import draws
+from tests.lowering.pairs import pair
 
 SHAPE, MESH = Shape("b:8;d:8"), Mesh("x:2;y:4")
 PLACEMENTS = [
@@ -117,3 +124,64 @@ def test_regions_follow_one_another() -> None:
     copies.enter(graph, {})
     in_backward, in_update = graph.cost((1, 0, 0)), graph.cost((0, 1, 0))
     assert in_backward == 0 < in_update == graph.cost((0, 0, 0))
+
+
+def root(copy: Copy, parents: Mapping[Copy, Copy]) -> Copy:
+    """The copy from which all others on the path to this one are made."""
+    while copy in parents:
+        copy = parents[copy]
+    return copy
+
+
+@pytest.mark.parametrize("regather", [False, True], ids=["copies of any size last", "small copies last"])
+@pytest.mark.parametrize("used", USED)
+def test_trees_reach_all_users_at_the_price_of_the_tables(used: str, regather: bool) -> None:
+    for seed in range(draws(4, 40)):
+        rng = random.Random(f"trees {used} {regather} {seed}")
+        copies = drawn(rng, regather, USED[used])
+        graph = FactorGraph([2, 2, *[4] * len(USED[used])])
+        copies.enter(graph, {})
+        values = [rng.randrange(size) for size in graph.sizes[: 2 + len(USED[used])]]
+        for v, value in enumerate(values):
+            graph.add((v,), np.where(np.arange(graph.sizes[v]) == value, 0, np.inf))
+        solution = solve(graph)
+        parents = copies.tree(solution.values).parents
+
+        made = [
+            (region, s)
+            for region, rows, value in zip(copies.regions, copies.made, values, strict=False)
+            for s in rows.classes[rows.of[value]]
+        ]
+        for (_, region, rows), value in zip(copies.uses, values[2:], strict=True):
+            assert all(root((region, s), parents) in made for s in rows.classes[rows.of[value]])
+        for (region, _), (before, source) in parents.items():
+            assert before == region or not regather or source.local_size <= copies.home.local_size
+        ends = [(source, s) for (_, s), (_, source) in parents.items()]
+        cost = sum(float(distances(pair, copies.itemsize, copies.balance)[0, 1]) for pair in ends)
+        assert cost <= solution.cost + 1e-9
+
+
+def test_programs_send_what_was_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reshards of each tensor with tables against these and its binding; large copies serve their region alone."""
+    solved: list[tuple[Problem, Solution]] = []
+    swept: list[Partitioner] = []
+    chosen, run = Problem.chosen, Partitioner.run
+    monkeypatch.setattr(Problem, "chosen", lambda self, found: solved.append((self, found)) or chosen(self, found))
+    monkeypatch.setattr(Partitioner, "run", lambda self: (run(self), swept.append(self)))
+    for n in (*range(draws(20, 300)), 301336, 301991, 301997):
+        p = pair(n)
+        mtf.lower(p.outputs, p.updates, p.mesh, p.layout)
+    for (problem, solution), sweep in zip(solved, swept, strict=True):
+        sent = dict.fromkeys(problem.copies, 0.0)
+        region = {y: i.operation.region for i in sweep.places.instructions for y in i.outputs}
+        for i in sweep.places.instructions:
+            if isinstance(i, Move) and i.inputs[0].tensor in sent:
+                (x,) = i.inputs
+                sent[x.tensor] += i.steps[0].sent_bytes
+                assert sweep.homes.reach(x.tensor, x.sharding, region[x]) in (None, i.operation.region)
+        for t, _, numbers in problem.entered:
+            some = [problem.factors.tables[n] for n in numbers]
+            priced = sum(float(table[tuple([solution.values[v] for v in scope])]) for scope, table in some)
+            results = [choice.out for choice in sweep.chosen.choices.get(t.operation, ())]
+            priced += sum(problem._settled(t, s)[0] for s in results if len(t.operation.outputs) == 1)
+            assert not numbers or sent[t] <= priced + 1e-9

@@ -8,8 +8,7 @@ import pytest
 
 from layouts import Mesh, Sharding
 from meshlib.lowering.balance import Balance
-from meshlib.lowering.distances import COLLECTIVE, distances
-from meshlib.lowering.materialisation import between
+from meshlib.lowering.distances import COLLECTIVE, between, distances
 from tests.effort import some
 
 
