@@ -515,3 +515,9 @@ def test_intervals_hold_what_wraps(count):
     low, high = results_within(jax.make_jaxpr(count)(jnp.uint8(0)), [(0.0, 255.0)])[0]
     for n in range(256):
         assert low <= int(count(jnp.uint8(n))) <= high
+
+
+def test_signs_of_zeros_and_infinities() -> None:
+    x = np.array([-0.0, 0.0, -2, 3, np.inf, -np.inf], np.float32)
+    y = np.array([1, -1, -0.0, 0.0, -3, 2], np.float32)
+    compared(lambda x, y: (jnp.copysign(x, y)[:4].sum(), jnp.copysign(x, y), jnp.signbit(x) * 1), x, y)

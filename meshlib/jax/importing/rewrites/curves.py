@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshlib.jax.importing.code import CodeStep
 from meshlib.jax.importing.rewrites.table import Function, rewrite
 
 
@@ -150,3 +151,12 @@ def _wide_product(dtype: Any) -> Function | None:
 for _name in _CURVES:
     rewrite(_name, lambda step: _widened(_CURVES[step.kind]))
 rewrite("mul", lambda step: _wide_product(step.params.get("out_dtype")))
+
+
+def _signbit(step: CodeStep) -> Function | None:
+    """True for negative numbers and -0, whose reciprocal is -inf; JAX reads the bit, also for `copysign`."""
+    is_float = step.ins[0].dtype.startswith(("float", "bfloat"))
+    return (lambda x: (x < 0) | ((x == 0) & (1 / x < 0))) if is_float else None
+
+
+rewrite("jit:signbit", _signbit)
