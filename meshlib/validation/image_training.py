@@ -17,6 +17,7 @@ from hardware.slices import Slice
 from layouts import Dimension, Mesh
 from meshlib.core.compiler import XLA_TPU, Compiler
 from meshlib.core.graph import Graph
+from meshlib.core.source_lines import written_at
 from meshlib.estimation import Estimate, Physics, estimate
 from meshlib.lowering import Program, lower
 from meshlib.models.images.resnet import ResNetConfig
@@ -102,7 +103,7 @@ def _lowered(
     """The program of a device, shared by all chips on which a replica has that many cores."""
     dims = Dimension(REPLICAS, replicas), Dimension("batch", batch)
     mesh, layout = _mesh(replicas, cores), f"{REPLICAS}:{REPLICAS}" + (f";batch:{GROUP}" if cores > 1 else "")
-    with Graph():
+    with Graph(), written_at(config.name):  # no line of a user to look for
         if optimizer:
             rule = LarsOptimizer(0.1) if optimizer == "lars" else MomentumOptimizer(0.1)
             outputs, updates = image_step(config.replace(groups=dims[0]), dims, rule)

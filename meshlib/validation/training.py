@@ -12,6 +12,7 @@ from typing import Any
 from layouts import LayoutRules, Mesh, Rule
 from meshlib.core.compiler import XLA_TPU, Compiler
 from meshlib.core.graph import Graph
+from meshlib.core.source_lines import written_at
 from meshlib.estimation import Estimate, Physics, estimate
 from meshlib.lowering import lower
 from meshlib.models import PRESETS, TransformerConfig, train_step, transformer
@@ -73,7 +74,7 @@ def lowered(run: Run, training: bool = True, compiler: Compiler | None = None) -
     compiler = compiler or compiler_of(run)
     config = config_of(run)
     mesh = Mesh(";".join(f"{axis}:{size}" for axis, size in run.mesh))
-    with Graph():
+    with Graph(), written_at(config.name):  # no line of a user to look for
         if training:
             adamw = AdamWOptimizer(1e-3, slot_dtype=run.state_dtype, master_dtype=run.state_dtype)
             outputs, updates = train_step(

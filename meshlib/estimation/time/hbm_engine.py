@@ -62,7 +62,9 @@ class Hbm:
 
     def idle(self, seconds: float) -> None:
         """Use idle time for owed collective traffic first, then for prefetching."""
-        served = min(self.owed_seconds, max(0.0, seconds))
+        if seconds <= 0.0:
+            return
+        served = min(self.owed_seconds, seconds)
         self.owed_seconds -= served
         if self.spare_seconds is not None:
-            self.spare_seconds = min(self.most_seconds, self.spare_seconds + max(0.0, seconds - served))
+            self.spare_seconds = min(self.most_seconds, self.spare_seconds + (seconds - served))

@@ -315,9 +315,9 @@ class _SchedulePass:
         self.hbm.idle(end - computed)
         self.core = end
         event = self._event(unit, start, end, kernel=kernel, time=time)
-        self.schedule.use("mxu", time.mxu_seconds)
-        self.schedule.use("vpu", time.vpu_seconds)
-        self.schedule.use("hbm", time.hbm_seconds)
+        busy = self.schedule.busy
+        for engine, seconds in (("mxu", time.mxu_seconds), ("vpu", time.vpu_seconds), ("hbm", time.hbm_seconds)):
+            busy[engine] = busy.get(engine, 0.0) + seconds
         self.schedule.serial_seconds += time.upper_seconds
         self._finish(unit, event)
 
