@@ -188,7 +188,7 @@ def test_layers_are_split_with_the_embedding_and_the_head_as_layers() -> None:
         mtf.layers.split_layers(3, 3)
     with pytest.raises(mtf.GraphError, match="layers must be at least 1, got 0"):
         mtf.layers.split_layers(0, 3)
-    with mtf.Graph(), pytest.raises(mtf.ShapeError, match="no first dim of 3 stages"):
+    with mtf.Graph(), pytest.raises(mtf.ShapeError, match="must be the 3 stages that counts has"):
         mtf.layers.stage_layers(layer, mtf.zeros([D("stage", 2), WIDTH]), (1, 2, 3))
 
 
