@@ -53,7 +53,7 @@ def _pass_axes(axes: Axes, step: CodeStep) -> None:
 
 
 rule(
-    "copy copy_p optimization_barrier mesh_cast reshard layout_constraint pvary pcast",
+    "copy copy_p optimization_barrier mesh_cast layout_constraint pvary pcast",
     axes=_pass_axes,
     write=_pass,
     fold=lambda step, *xs: xs[0],
@@ -62,7 +62,8 @@ rule(
 
 
 def _constraint(w: StepWriter, step: CodeStep) -> Tensor:
-    return split_by(w, step, getattr(step.params["sharding"], "spec", ()))
+    sharding = step.params["dst_sharding" if step.kind == "reshard" else "sharding"]
+    return split_by(w, step, getattr(sharding, "spec", ()))
 
 
 def split_by(w: StepWriter, step: CodeStep, spec: Sequence[Any]) -> Tensor:
@@ -89,7 +90,7 @@ def _elsewhere(step: CodeStep) -> str | None:
     return "to the host's memory; leave it out, and name values for mtf.remat(..., offload=[...])" if host else None
 
 
-rule("sharding_constraint", axes=same_axes, write=_constraint, fold=lambda step, x: x, by_element=True)
+rule("sharding_constraint reshard", axes=same_axes, write=_constraint, fold=lambda step, x: x, by_element=True)
 rule("device_put", axes=_pass_axes, write=_put, fold=lambda step, *xs: xs[0], fault=_elsewhere, by_element=True)
 rule(
     "stop_gradient",

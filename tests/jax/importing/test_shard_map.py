@@ -128,6 +128,7 @@ def test_types_that_name_explicit_axes() -> None:
 
     def loss(w, x):
         x = lax.with_sharding_constraint(lax.cond(x.sum() > 0, lambda x: 2 * x, lambda x: x, x), P("a", None))
+        x = jax.sharding.reshard(jnp.tanh(jax.sharding.reshard(x, P(None, "b"))), P("a", None))
         both = jnp.stack([w, 2 * w])
         return (
             jax.shard_map(body, in_specs=(P("a", None), P()), out_specs=P("a"), check_vma=False)(x, both) ** 2
@@ -135,7 +136,8 @@ def test_types_that_name_explicit_axes() -> None:
 
     w, x = (jax.device_put(v, jax.NamedSharding(mesh, spec)) for v, spec in ((W, P()), (X, P("a", None))))
     with jax.set_mesh(mesh):
-        compared(loss, w, x, names=NAMES, layouts=LAYOUTS[:1])
+        graph = compared(loss, w, x, names=NAMES, layouts=LAYOUTS[:1])
+    assert [str(c.rules) for c in graph.constraints][:2] == ["k:b", "n:a"]
 
 
 def test_constants_of_the_body_bear_no_mesh() -> None:
