@@ -5,9 +5,15 @@ float32 sums and two copies of the operand pieces (one arrives while the other i
 every block column, right columns for every block row, unless an operand stays in VMEM whole. While the first pieces
 arrive the MXU has nothing to do, and nothing covers the writing of the last block: those bytes are exposed.
 
+Each step after the first adds its results to the float32 sums in VMEM, and the last one converts them: `SUM_CYCLES`
+of a core for each register of a block and step, beside which the MXU waits.
+
 Sources: Hong and Kung, "I/O complexity: the red-blue pebble game", STOC 1981 (traffic of blocks); jax-ml/jax
 docs/pallas/tpu/matmul.md (the same pipeline written out). Assumed: half of VMEM serves a product, blocks are powers
 of two up to 2048, steps are at most 1024 deep; of equal traffic the largest blocks, which take the fewest steps.
+`SUM_CYCLES`: XLA states blocks, steps and cycles of products. Beyond whole tiles the 27 of a Transformer's layer with
+its gradients (8,192 tokens, widths 4,096 and 11,008) take 2.2 cycles in the median on v5e, 2.4 on v5p and v6e, 2.3 on
+v7 (libtpu 0.0.42.1, tests/benchmarks/block_sums.py); where much element-wise work is fused, up to 26.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from hardware.core import Matmul
 from hardware.memory import vmem_bytes
 
 DEPTHS = (1024, 512, 256, 128)
+SUM_CYCLES = 2.0
 _ACCUMULATOR_BYTES = 4
 
 
@@ -76,6 +83,30 @@ def _blocks(budget_bytes: int, m: int, k: int, n: int, batch: int, taps: int, fi
                 best = (blocks.read_bytes, -bare), blocks
     assert best is not None
     return best[1]
+
+
+def block_sum_seconds(chip: Chip, product: Matmul, edge: float) -> float:
+    """Seconds in which a device's cores add up the float32 sums of a product's blocks, `edge` rows and columns each.
+
+    A step is as deep as `Chip.scoped_vmem_bytes` allow: these hold the sums, and two copies of operand pieces and of
+    the result's block, with two bytes per element, or one for products in eight bits.
+
+    Example:
+      >>> from hardware.chips import CHIPS
+      >>> shallow, deep = (block_sum_seconds(CHIPS["v5e"], Matmul(8192, k, 8192), 1024) for k in (1024, 4096))
+      >>> deep / shallow
+      4.0
+
+    Source: module docstring.
+    """
+    rows, columns = min(edge, product.m), min(edge, product.n)
+    itemsize = 2 if product.dtype == "bf16" else 1
+    budget = min(chip.scoped_vmem_bytes, chip.vmem_bytes_per_core)
+    pieces = budget - (_ACCUMULATOR_BYTES + 2 * itemsize) * rows * columns
+    depth = max(DEPTHS[-1], pieces / (2 * itemsize * (rows + columns)))
+    steps = max(1.0, product.taps * product.k / depth)
+    registers = product.batch * product.m * product.n / (chip.vpu_sublanes * chip.vpu_lanes)
+    return product.passes * SUM_CYCLES * registers * steps / (chip.clock_hz * chip.cores_per_device)
 
 
 def _edges(size: int) -> list[int]:

@@ -48,6 +48,11 @@ COMMON: Figures = {
     "attention_tile": ((512, 512), "sa_block_q, sa_block_kv: AI-Hypercomputer/maxtext src/MaxText/configs/base.yml"),
     "attention_window_tile": ((512, 512), "as attention_tile"),
     "attention_backward_tile": ((512, 512), "sa_block_q_dkv, sa_block_kv_dkv: ibid."),
+    "scoped_vmem_bytes": (
+        16 * MIB,
+        "kernels of a Transformer's layers, compiled by libtpu 0.0.42.1 without flags, take up to 15.7 MiB on v5e, "
+        "15.2 on v5p; assumed for earlier chips",
+    ),
     "vmem_bandwidth_ratio": (22.0, "VMEM is about 22 times HBM bandwidth (v5e): " + _BOOK),
     "sparse_cores_per_chip": (0, "none that programs for the TensorCore can use: " + _INFO_NOW),
     "cmem_bytes": (0, "only v4 has CMEM: " + _INFO),
@@ -297,6 +302,12 @@ FIGURES: dict[str, Figures] = {
         "attention_window_tile": ((1024, 1024), "sa_block_q, sa_block_kv of Gemma 3: " + _TRILLIUM),
         "attention_backward_tile": ((2048, 512), "sa_block_q_dkv, sa_block_q_dq of GPT-3, Llama 2: " + _TRILLIUM),
         "vmem_bytes_per_core": (128 * MIB, _INFO),
+        "scoped_vmem_bytes": (
+            96 * MIB,
+            "xla_tpu_scoped_vmem_limit_kib, DENSE_VMEM_LIMIT_FLAG of "
+            + _TRILLIUM
+            + "; without flags kernels take up to 30.3",
+        ),
         "hbm_bytes": (32 * GIB, "32 GB: " + _DOCS + "v6e; " + _READ_AS_GIB),
         "hbm_reserved_bytes": (int(0.75 * GIB), "of 32 GiB, 31.25" + _OFFERED),
         "hbm_bytes_per_second": (1638e9, _DOCS + "v6e"),
@@ -346,6 +357,7 @@ FIGURES: dict[str, Figures] = {
         ),
         "attention_backward_tile": ((2048, 2048), "sa_block_q_dkv, sa_block_kv_dkv: " + _TRAINING),
         "vmem_bytes_per_core": (64 * MIB, _INFO_NOW),
+        "scoped_vmem_bytes": (64 * MIB, "xla_tpu_scoped_vmem_limit_kib: " + _TRAINING + "; without flags up to 30.1"),
         "hbm_bytes": (192 * GIB, _DOCS + "tpu7x"),
         "hbm_reserved_bytes": (2 * int(1.3 * GIB), "of each device's 96 GiB, 94.7" + _OFFERED),
         "hbm_bytes_per_second": (7380e9, _DOCS + "tpu7x"),

@@ -45,6 +45,7 @@ class Chip:
       device_kinds: JAX's names of its devices.
       compiler_name, compiler_config: names of the chip in the TPU compiler.
       sparse_cores_per_chip: SparseCores, which can run collectives beside the program.
+      scoped_vmem_bytes: VMEM of one core that a single kernel may take; the rest holds what later kernels read.
       attention_backward_kernels: number of kernels in the backward pass of fused attention.
       attention_tile, attention_window_tile, attention_backward_tile: (queries, keys) of a tile in the forward pass, in
         the forward pass with a window, and in the backward pass.
@@ -84,6 +85,7 @@ class Chip:
     attention_window_tile: tuple[int, int] = (512, 512)
     attention_backward_tile: tuple[int, int] = (512, 512)
     vmem_bytes_per_core: int
+    scoped_vmem_bytes: int = 16 << 20
     vmem_bandwidth_ratio: float = 22.0
     cmem_bytes: int = 0
     hbm_bytes: int
@@ -265,8 +267,8 @@ class Chip:
 
 _COUNTS = (
     "cores_per_chip", "devices_per_chip", "mxus_per_core", "mxu_rows", "mxu_columns", "vpu_sublanes",
-    "vpu_lanes", "vpu_alus_per_lane", "vmem_bytes_per_core", "hbm_bytes", "max_slice_chips", "chips_per_host",
-    "attention_backward_kernels",
+    "vpu_lanes", "vpu_alus_per_lane", "vmem_bytes_per_core", "scoped_vmem_bytes", "hbm_bytes", "max_slice_chips",
+    "chips_per_host", "attention_backward_kernels",
 )  # fmt: skip
 _UNSURE = ("from memory", "assumed", "not published")
 _TILES = ("attention_tile", "attention_window_tile", "attention_backward_tile")

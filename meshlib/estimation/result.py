@@ -323,20 +323,11 @@ class Estimate(Shown):
           >>> est.run(epochs=2, examples=1_000_000).steps, est.run(steps=10).usd == est.usd(10)
           (245, True)
         """
+        faults = faults_of(mean_time_between_failures, restart_seconds, spare_slices, repair_seconds)
         return whole_run(
-            self,
-            steps,
-            epochs,
-            examples,
-            tokens,
-            evaluation,
-            evaluation_examples,
-            evaluate_every,
-            checkpoint_every,
-            checkpoint_seconds,
-            start_seconds,
-            faults_of(mean_time_between_failures, restart_seconds, spare_slices, repair_seconds),
-        )
+            self, steps, epochs, examples, tokens, evaluation, evaluation_examples, evaluate_every, checkpoint_every,
+            checkpoint_seconds, start_seconds, faults,
+        )  # fmt: skip
 
     # ------------------------------------------------------------ views
 

@@ -145,7 +145,9 @@ def test_time_of_the_first_layer(name, mesh, layout, rows, cols):
     cycles = min((n - 1) * max(t, 128) + t + 382 for n, t in ways)
     assert row.mxu_seconds == pytest.approx(((cycles - 382) / 0.96 + 382) / clock)
     pace = 128 / max(128, min(b, h))  # as many rows as the array has stream while the next weights shift in
-    assert usual.mxu_seconds == pytest.approx(row.mxu_seconds * (pace + (1 - pace) / Physics().product_rate))
+    sums = 2 * b * h / 1024 / {"v2-8": 700e6, "v3-8": 940e6}[name]  # of one step: VMEM holds blocks 784 deep
+    slowed = row.mxu_seconds * (pace + (1 - pace) / Physics().product_rate)
+    assert usual.mxu_seconds == pytest.approx(slowed + (1 - pace) * sums)
     # A value used inside its group only (the product before relu) takes no bytes.
     assert row.hbm_bytes == F32 * (b * P + P * h + b * h)
     # One block column or an operand that stays: nothing is read again, only padding is added.

@@ -50,8 +50,10 @@ def test_products_among_others_are_slower_and_read_again_by_blocks():
     physics = Physics(product_rate=0.8, block_edge=512.0)
     one, two = computed(mtf.estimate(chain(2), "v5e-1", physics=physics))
     ideal, _ = computed(mtf.estimate(chain(2), "v5e-1", physics=IDEAL))
-    # Of 4096 rows, 128 stream at the pace of the array.
-    assert one.mxu_seconds == pytest.approx(ideal.mxu_seconds * (1 / 32 + (1 - 1 / 32) / 0.8))
+    # Of 4096 rows, 128 stream at the pace of the array. 16 MiB of VMEM hold the sums of 512 x 512, two copies of the
+    # result, and two of operands 3584 deep.
+    sums = 2 * 4096**2 / 1024 * (4096 / 3584) / 1.5e9
+    assert one.mxu_seconds == pytest.approx(ideal.mxu_seconds * (1 / 32 + 31 / 32 / 0.8) + 31 / 32 * sums)
     # Each operand of 4096 x 4096 is read for each of 4096 / 512 blocks of the other's dim. What the first product
     # passes to the second stays in VMEM, and the result of that is written once.
     assert one.traffic_bytes == 2 * 4096**2 * (8 + 8)
@@ -349,6 +351,24 @@ def test_few_rows_stream_at_the_pace_of_the_array():
 
     rate = Physics().product_rate
     for rows in (16, 120, 128, 512, 8192):
-        slowed = product(rows, Physics()) / product(rows, dataclasses.replace(Physics(), product_rate=1.0))
+        ideal = product(rows, IDEAL)
+        slowed = product(rows, dataclasses.replace(IDEAL, product_rate=rate)) / ideal
         pace = 128 / max(128, min(rows, 4096))
         assert slowed == pytest.approx(pace + (1 - pace) / rate, rel=1e-6), rows
+        assert (product(rows, dataclasses.replace(IDEAL, block_edge=512.0)) > ideal) == (rows > 128)
+
+
+def test_fused_work_of_the_vector_unit_is_hidden_in_part():
+    """Of the shorter of the product and the curve computed in its kernel, half."""
+    with mtf.Graph():
+        x, w = mtf.input("x", [BATCH, WIDE], "bfloat16"), mtf.variable("w", [WIDE, INNER], dtype="bfloat16")
+        y = mtf.gelu(mtf.einsum([x, w], [BATCH, INNER], name="up"))
+        program = mtf.lower({"y": y, "z": mtf.reduce_sum(mtf.cast(y, "float32"))}, mesh="chips:1")
+    times = {}
+    for overlap in (1.0, 0.5):
+        physics = dataclasses.replace(IDEAL, vector_overlap=overlap)
+        (row,) = (r for r in computed(mtf.estimate(program, "v5e-1", physics=physics)) if r.mxu_flops)
+        times[overlap] = row.seconds
+    assert row.vpu_seconds < row.mxu_seconds
+    share = 1 - 128 / 4096
+    assert times[0.5] - times[1.0] == pytest.approx(share * row.vpu_seconds / 2, rel=1e-6)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import meshlib as mtf
 from hardware import CHIPS, Matmul
-from hardware.blocking import matmul_blocks
+from hardware.blocking import block_sum_seconds, matmul_blocks
 from hardware.memory import vmem_bytes
 from meshlib.estimation import Row
 
@@ -32,6 +32,21 @@ def test_blocks_fit_vmem_and_read_everything(m, k, n, chip, itemsize):
     held = 4 * blocks.rows * blocks.columns + 2 * itemsize * blocks.depth * (blocks.rows + blocks.columns)
     assert held <= vmem_bytes(CHIPS[chip]) // 2
     assert blocks.exposed_bytes <= once + itemsize * m * n + itemsize * blocks.depth * (blocks.rows + blocks.columns)
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "steps", "core_hz"),
+    [
+        ("v5e", "bf16", 8192 / 1024, 1.5e9),  # 16 MiB: 4 of sums, 4 of results, 8 of pieces [1024, 1024]
+        ("v5p", "bf16", 8192 / 1024, 2 * 1.75e9),  # two cores
+        ("v5e", "int8", 8192 / 2560, 1.5e9),  # 4 of sums, 2 of results, 10 of pieces [1024, 2560]
+        ("v6e", "bf16", 1, 1.75e9),  # 96 MiB: in one step
+    ],
+)
+def test_sums_of_blocks_by_hand(chip: str, dtype: str, steps: float, core_hz: float) -> None:
+    product = Matmul(4096, 8192, 16_384, batch=3, dtype=dtype)
+    registers = 3 * 4096 * 16_384 / 1024
+    assert block_sum_seconds(CHIPS[chip], product, 1024) == pytest.approx(2 * registers * steps / core_hz)
 
 
 def test_the_launch_decides_small_ones():

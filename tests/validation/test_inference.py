@@ -10,7 +10,7 @@ from meshlib.validation.validating import check_row
 
 # Errors allowed: 10 % is asked; the README says by how much decoding misses it. The 540B model is decoded by a program
 # that sends less than the one that was measured, which its authors wrote by hand.
-INFERENCE = {"inf-540b-ll-prefill": 0.05, "inf-62b-ll-decode": 0.05, "inf-540b-ht-decode": 0.18}
+INFERENCE = {"inf-540b-ll-prefill": 0.05, "inf-62b-ll-decode": 0.05, "inf-540b-ht-decode": 0.19}
 BY_NAME = {row["id"]: row for row in ROWS}
 
 

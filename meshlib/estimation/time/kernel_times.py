@@ -4,15 +4,16 @@ MXU, VPU and HBM work concurrently within a group:
 
     seconds = launch + max(max(mxu, vpu) + exposed, hbm)
 
-`exposed` cannot be overlapped: the first pieces of a product and its last block over HBM; in fused attention the
-part of the softmax that runs between products.
+`exposed` cannot be overlapped: the first pieces of a product and its last block over HBM, and of the shorter of MXU and
+VPU work the share that does not run beside the other: the softmax of fused attention, element-wise work fused with a
+product (`Physics.vector_overlap`).
 
 A group that is the whole program also pays the launches, bytes and loops of its passes (`kernel_passes`).
 
 A product that is the whole program uses the best VMEM blocks (`hardware.blocking`). Within a larger program it reaches
 `product_rate` of that rate, except for as many rows as the array has: while those stream, the next weights shift in at
 the array's own pace, which hides the other losses. Its blocks have `block_edge` rows and columns: [m, k] x [k, n] reads
-m k n / edge elements of each operand.
+m k n / edge elements of each operand, and the core adds up the float32 sums of each block (`hardware.blocking`).
 
 A product in eight bits reads operands quantised by a pass of their own, which reads them and writes a byte per element.
 The pass ends before the product starts; products of one operand with the same scales share it.
@@ -31,11 +32,12 @@ Sources: Hong and Kung, STOC 1981 (traffic of blocks); Dao et al., arXiv:2205.14
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from hardware.blocking import Blocks, matmul_blocks
+from hardware.blocking import Blocks, block_sum_seconds, matmul_blocks
 from hardware.chips import Chip
 from hardware.core import Matmul, Time, Work, time_of
 from hardware.memory import hbm_seconds, vmem_bytes
@@ -97,7 +99,8 @@ class Times:
 
     def __init__(self, chip: Chip, physics: Physics, alone: bool = False) -> None:
         self.chip = chip
-        self.physics = replace(physics.without_losses(), lone_passes=physics.lone_passes) if alone else physics
+        own = {"lone_passes": physics.lone_passes, "vector_overlap": physics.vector_overlap}
+        self.physics = replace(physics.without_losses(), **own) if alone else physics
         self._known = _cache(chip, None), _cache(chip, self.physics.of_kernels)
 
     @property
@@ -153,7 +156,11 @@ class Times:
         ops += kernel.row_registers * chip.vpu_sublanes * chip.vpu_lanes * chip.vpu_alus_per_lane  # a cycle each
         time: Time = time_of(chip, Work(tuple(p for p, _ in kernel.matmuls), vpu_ops=ops, hbm_bytes=traffic))
         bare_seconds = hbm_seconds(chip, min(exposed, traffic) + kernel.quantised_bytes) if time.mxu_seconds else 0.0
-        mxu = time.mxu_seconds * max((self.slowdown(p) for p, _ in kernel.matmuls), default=1.0)
+        mxu = time.mxu_seconds
+        if mxu:
+            products = [p for p, _ in kernel.matmuls]
+            mxu = self.in_step_seconds(products, mxu)
+            bare_seconds += min(map(self._paced_share, products)) * self._unhidden(mxu, time.vpu_seconds)
         kernel_time = KernelTime(
             mxu, time.vpu_seconds, time.hbm_seconds, bare_seconds, time.launch_seconds, traffic,
             early_seconds=self._early(kernel, time.hbm_seconds, held_bytes),
@@ -178,11 +185,20 @@ class Times:
         vpu = max(time.vpu_seconds, loop)
         return time._replace(launch_seconds=launch, vpu_seconds=vpu, exposed_seconds=time.hbm_seconds)
 
-    def slowdown(self, product: Matmul) -> float:
-        """Slowdown of a product among other kernels relative to alone, except for the first array of rows."""
+    def in_step_seconds(self, products: Sequence[Matmul], seconds: float) -> float:
+        """Seconds of products among other kernels that take `seconds` alone."""
+        physics, share = self.physics, max(map(self._paced_share, products))
+        sums = sum(block_sum_seconds(self.chip, p, physics.block_edge) for p in products) if physics.block_edge else 0.0
+        return seconds * (1 - share + share / physics.product_rate) + share * sums
+
+    def _paced_share(self, product: Matmul) -> float:
+        """Share of a product's rows that stream after as many as the array has."""
         rows = self.chip.mxu_rows
-        pace = rows / max(rows, min(product.m, product.n))
-        return pace + (1 - pace) / self.physics.product_rate
+        return 1 - rows / max(rows, min(product.m, product.n))
+
+    def _unhidden(self, mxu_seconds: float, vpu_seconds: float) -> float:
+        """Seconds of the shorter of MXU and VPU work in a kernel that the longer does not hide."""
+        return (1 - self.physics.vector_overlap) * min(mxu_seconds, vpu_seconds)
 
     def _read(self, blocks: Blocks, product: Matmul, sizes: tuple[float, float], repeated: tuple[bool, bool]) -> float:
         """Bytes read by a product; an operand that is not `repeated` is read from HBM at most once."""
@@ -210,7 +226,7 @@ class Times:
         half = physics.score_backward_ops / 2
         factor = 1.0 if not work.of.backward else half if not together else 0.0 if work.of.spared else 2 * half
         vpu = vpu_seconds(chip, scores * physics.score_vpu_ops * factor)
-        return mxu, vpu, (1 - physics.attention_overlap) * min(mxu, vpu)
+        return mxu, vpu, self._unhidden(mxu, vpu)
 
     def _attention(self, kernel: Kernel, work: Attention) -> KernelTime:
         chip = self.chip

@@ -221,7 +221,7 @@ class Contraction:
             return Timed(float("inf"), (), rate)
         mxu, vpu = product_seconds(chip, part)
         pieces = _exposed_bytes(chip, part, *self.sides) if self.sides is not None and mxu else ()
-        return Timed(max(mxu * Times(chip, physics).slowdown(part), vpu), pieces, rate)
+        return Timed(max(mxu and Times(chip, physics).in_step_seconds([part], mxu), vpu), pieces, rate)
 
 
 @lru_cache(maxsize=1 << 16)

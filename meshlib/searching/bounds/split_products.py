@@ -86,7 +86,7 @@ class SplitProducts:
             return whole.flops / max(rate, vpu_rate(chip)) / prod(cuts)
         part = replace(whole, **{side: -(-getattr(whole, side) // c) for side, c in zip(SIDES, cuts, strict=True)})
         mxu, vpu = product_seconds(chip, part)
-        seconds = max(mxu * self.times.slowdown(part), vpu)
+        seconds = max(mxu and self.times.in_step_seconds([part], mxu), vpu)
         if kernel.operands is None or not self.moves:
             return seconds
         awaited = replace(kernel.operands, product=part).awaited_seconds(self.times)
