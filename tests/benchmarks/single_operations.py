@@ -38,7 +38,7 @@ from hardware import CHIPS
 from hardware.memory import hbm_seconds
 from hardware.slices import Slice, legal_slices
 
-TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7": "tpu7x:2x2x1"}
 BYTES = {"f32": 4, "bf16": 2, "s32": 4, "s8": 1, "pred": 1}
 
 
