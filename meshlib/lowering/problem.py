@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 from layouts import Sharding
@@ -251,6 +252,7 @@ class Problem:
     def chosen(self, solution: Solution) -> Chosen:
         """The choices of a solution, and its copies."""
 
+        @cache
         def tree(t: Tensor) -> CopyTree:
             return self.copies[t].tree(solution.values) if t in self.copies else CopyTree({})
 
