@@ -59,8 +59,9 @@ class Objective:
             )
         if given == "step_seconds":
             return Objective(
-                "step", lambda est: est.step_seconds, _seconds, _closer_seconds, _seconds_of_many, given, MODEL_ERROR
-            )
+                "step", lambda est: est.step_seconds, Bounds.seconds, Bounds.critical_path_seconds,
+                Bounds.core_time_seconds, given, MODEL_ERROR,
+            )  # fmt: skip
         if isinstance(given, str) and isinstance(getattr(Estimate, given, None), property):
             return Objective(
                 given, lambda est: number(getattr(est, given), "search", "objective"), _nothing, given=given
@@ -80,29 +81,20 @@ class Objective:
         )
 
 
-def _seconds(bounds: Bounds, c: Candidate) -> float:
-    return bounds.seconds(c)
-
-
-def _closer_seconds(bounds: Bounds, c: Candidate) -> float:
-    return bounds.critical_path_seconds(c)
-
-
-def _seconds_of_many(bounds: Bounds, candidates: Sequence[Candidate]) -> list[float]:
-    return bounds.core_time_seconds(candidates)
-
-
-def _usd_of_many(bounds: Bounds, candidates: Sequence[Candidate]) -> list[float]:
-    seconds = bounds.core_time_seconds(candidates)
-    return [(c.slice.usd_per_hour or 0.0) / 3600 * value for c, value in zip(candidates, seconds, strict=True)]
-
-
 def _usd(bounds: Bounds, c: Candidate) -> float:
-    return (c.slice.usd_per_hour or 0.0) / 3600 * _seconds(bounds, c)
+    return _rate(c) * bounds.seconds(c)
 
 
 def _closer_usd(bounds: Bounds, c: Candidate) -> float:
-    return (c.slice.usd_per_hour or 0.0) / 3600 * _closer_seconds(bounds, c)
+    return _rate(c) * bounds.critical_path_seconds(c)
+
+
+def _usd_of_many(bounds: Bounds, candidates: Sequence[Candidate]) -> list[float]:
+    return [_rate(c) * value for c, value in zip(candidates, bounds.core_time_seconds(candidates), strict=True)]
+
+
+def _rate(c: Candidate) -> float:
+    return (c.slice.usd_per_hour or 0.0) / 3600
 
 
 def _state(bounds: Bounds, c: Candidate) -> float:

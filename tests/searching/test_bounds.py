@@ -18,7 +18,6 @@ from hardware.slices import Slice
 from layouts import LayoutRules
 from meshlib.core.graph import Operation, Tensor
 from meshlib.estimation import estimate
-from meshlib.searching.bounds.elements import NOTHING
 from meshlib.searching.bounds.min_sum import Table
 from meshlib.searching.programs import SearchProblem, problem_of
 from meshlib.searching.roles import roles_of
@@ -138,7 +137,7 @@ def tried(problem: SearchProblem, space: Sequence[Candidate], most: int, rng: ra
     count = 0
     for c in rng.sample(list(space), min(most, len(space))):
         try:
-            program = problem.session.lower(c.mesh, c.layout)
+            program = problem.session.lower(c.mesh, c.layout, compiler=problem.compiler)
         except mtf.LayoutError:
             continue
         for links in (1.0, SLOW):
@@ -176,6 +175,31 @@ def test_nothing_is_below_its_bound_over_wide_networks() -> None:
     assert count
 
 
+def test_a_bound_knows_what_pieces_beside_products_hide() -> None:
+    """A sum as long as its product: all but one piece of it; random programs, in depth, with pieces of many sizes."""
+
+    def build() -> tuple[Any, Any]:
+        model = D("model", 16384)
+        x = mtf.input("x", [D("batch", 2**15), model], "bfloat16")
+        for n in range(6):
+            inner = D(f"inner{n}", 16384)
+            shapes = {"up": [model, inner], "down": [inner, model]}
+            up, down = (mtf.variable(f"{name}{n}", shape, dtype="bfloat16") for name, shape in shapes.items())
+            x = mtf.relu(mtf.einsum([mtf.einsum([x, up], [*x.shape[:1], inner]), down], x.shape))
+        return {"x": x}, []
+
+    problem = problem_of(build, (), (), ())
+    layout = LayoutRules(";".join(f"inner{n}:model" for n in range(6)))
+    c = laid((), slowed("v5p-16", 1.2), mtf.Mesh("model:8"), layout, ())
+    step = problem.estimate(c).step_seconds
+    assert 0.95 * step < problem.bounds.core_time_seconds([c])[0] <= step
+    for seed in range(draws(0, 300)):
+        rng = random.Random(seed)
+        compiler = replace(mtf.XLA_TPU, windowed_einsum_bytes=rng.choice([0, 2**20, 2**22, 2**24, 2**26]))
+        problem = problem_of(network(seed, 64), (), (), (), compiler)
+        tried(problem, space_of(problem, rng.choice(["v6e-8", "v5e-4", "v5p-8"])), 4, rng)
+
+
 def test_a_narrow_product_is_not_slowed_down_as_a_wide_one() -> None:
     """Of few columns, it streams while the next weights shift in: nearly all of this step are two of them."""
     problem = problem_of(network(27, 64), (), (), ())
@@ -201,7 +225,7 @@ def test_a_bound_knows_what_element_wise_work_moves() -> None:
     problem = problem_of(build, (), (), ())
     c = laid((), Slice("v5e-4"), mtf.Mesh("data:4"), LayoutRules("batch:data"), ())
     step, bound = problem.estimate(c).step_seconds, problem.bounds.seconds(c)
-    nothing = dict.fromkeys(problem.bounds.elements, NOTHING)
+    nothing = dict.fromkeys(problem.bounds.elements, 0)
     without = replace(problem.bounds, elements=nothing, _times={}, _seconds_of={})
     assert without.seconds(c) < 0.95 * bound <= 0.95 * step
 
@@ -371,6 +395,17 @@ def test_a_bound_knows_what_collectives_take_of_the_core() -> None:
         c = laid((), Slice("v5e-4"), mtf.Mesh(mesh), LayoutRules(layout), ())
         step = problem.estimate(c).step_seconds
         assert problem.bounds.seconds(c) < without * step
+        assert share * step < problem.bounds.core_time_seconds([c])[0] <= step
+
+
+def test_a_bound_knows_how_large_collectives_are_that_run_beside_products() -> None:
+    """Rows are split by another axis: 128 MiB are too few to run in pieces, and of 256 MiB a piece is waited for."""
+    config = mtf.models.preset("llama3.1-8b").replace(layers=2)
+    problem = problem_of(lambda: mtf.models.train_step(config, 32, 4096), (), (), ())
+    layout = LayoutRules("batch:fsdp;d_model:fsdp?;vocab:model;heads:model;d_ff:model;length:model?")
+    for mesh, share in {"fsdp:8;model:2": 0.82, "fsdp:4;model:4": 0.8}.items():
+        c = laid((), Slice("v5e-16"), mtf.Mesh(mesh), layout, ())
+        step = problem.estimate(c).step_seconds
         assert share * step < problem.bounds.core_time_seconds([c])[0] <= step
 
 

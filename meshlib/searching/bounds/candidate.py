@@ -58,15 +58,15 @@ class _Times:
     """Seconds on one chip.
 
     `attention`: seconds of each kind; `rounded`: the part of it lost when a split rounds its scores down; `elements`:
-    HBM seconds of element-wise kernels, by the dims along which they may be split; `smallest`: bytes of the smallest
-    value among them, which stays on the chip up to `held_bytes`; `launch_seconds`: seconds of all launches.
+    HBM seconds of element-wise kernels, by kinds of values; `sizes`: bytes of one, which stays on the chip up to
+    `held_bytes`; `launch_seconds`: seconds of all launches.
     """
 
     products: SplitProducts
     attention: Floats
     rounded: Floats
     elements: Floats
-    smallest: Floats
+    sizes: Floats
     held_bytes: int
     launch_seconds: float
 
@@ -77,7 +77,7 @@ class Bounds:
 
     Attributes:
       kernels: for each kind of product, how many run per step, and their HBM traffic besides operands.
-      elements: HBM traffic of element-wise kernels per step, by the dims along which they may be split.
+      elements: HBM traffic of element-wise kernels per step, by the dims that can split a value, and its bytes.
       resident: number of variables, slots and inputs of each shape, scope and width in bytes.
       moments: bytes of stacked values by the dims that can split them, at several times; the peak is at least each.
       gradients: among them, for each moment, bytes of stacked gradients by shape, which the layout shards.
@@ -85,7 +85,7 @@ class Bounds:
     """
 
     kernels: Mapping[ProductKernel, tuple[int, Passing]]
-    elements: Mapping[Names | None, Passing]
+    elements: Mapping[tuple[Names | None, int], int]
     resident: Mapping[tuple[Shape, str, float], int]
     moments: Sequence[Mapping[Names | None, int]]
     gradients: Sequence[Mapping[Shape, int]]
@@ -197,7 +197,7 @@ class Bounds:
         if times is None:
             return 0.0
         cuts = self._most_parts(c)[self._ends[0] : self._ends[1]]
-        return float((times.elements / cuts)[times.smallest / cuts > times.held_bytes].sum())
+        return float((times.elements / cuts)[times.sizes / cuts > times.held_bytes].sum())
 
     def _whole_step(self, c: Candidate, seconds: float) -> float:
         """Seconds plus jitter between slices and the overhead of a step."""
@@ -222,15 +222,15 @@ class Bounds:
             assert seconds is not None
             attention.append(count * seconds[0])
             rounded.append(count * seconds[1])
-        passing = [hbm_seconds(chip, p.bytes) for p in self.elements.values()] if self._moves(chip) else []
+        passing = [hbm_seconds(chip, size) for size in self.elements.values()] if self._moves(chip) else []
         elements = np.array(passing or [0.0] * len(self.elements))
-        smallest = np.array([p.smallest_bytes for p in self.elements.values()])
+        sizes = np.array([size for _, size in self.elements], float)
         launches = sum(count for count, _ in self.kernels.values())
         kinds = [(k, count, beside) for k, (count, beside) in self.kernels.items() if k.attention is None]
         chip_times = Times(chip, self.physics)
         products = SplitProducts(chip_times, kinds, self._moves(chip))
         return _Times(
-            products, np.array(attention), np.array(rounded), elements, smallest, chip_times.held_bytes,
+            products, np.array(attention), np.array(rounded), elements, sizes, chip_times.held_bytes,
             launches * chip.launch_seconds,
         )  # fmt: skip
 
@@ -318,7 +318,7 @@ class Bounds:
         """Dims that can split each entry: kernels, element-wise traffic, residents, then stacked values by moment."""
         resident = [frozenset(shape.names) for shape, _, _ in self.resident]
         stacked = (names for sizes in self.moments for names in sizes)
-        return [*(k.dims for k in self.kernels), *self.elements, *resident, *stacked]
+        return [*(k.dims for k in self.kernels), *(names for names, _ in self.elements), *resident, *stacked]
 
     @cached_property
     def _bytes(self) -> Floats:

@@ -8,7 +8,8 @@ collective that runs beside a product, and it waits for each collective that the
 
 and any mean of the two: the bound takes several. On edges that are `beside`, collectives are owed: of weights, unless
 their product is the first of a trip, and of gradients, unless theirs is the last. Others are owed or waited for; each
-counts as the cheaper. Of those that may run in pieces beside a product, what is longer than the product is waited for.
+counts as the cheaper. Of those that may run in pieces beside a product, one piece is waited for, and half of what all
+others are longer than the product.
 
 Each axis has a sum of tables over the splits of the nodes, which `min_sum` minimises: a product takes at least its time
 under the best splits, and what each axis adds to it. Collectives over several axes are shared out among their sums.
@@ -67,13 +68,18 @@ class NodeTimes:
         parts = [np.where(e < LONG, e * least_part, LONG).reshape(len(own), -1) for e in excesses]
         return NodeTimes(least.reshape(-1), parts)
 
+    def most(self, apart: int | None = None) -> Floats:
+        """For each candidate, the most seconds that it may be counted with; `apart`: without what this axis adds."""
+        added = (np.where(e < LONG, e, 0.0).max(axis=1) for axis, e in enumerate(self.excesses) if axis != apart)
+        return self.least + sum(added, np.zeros(1))
+
 
 @dataclass(frozen=True, eq=False)
 class Sent:
     """Collectives over an axis from one source, over the options of the nodes `scope`, in seconds.
 
     `owed`: what is owed; `either`: on the wire, of others that run whole; `cut`: of others that may run in pieces, and
-    `longer`: by what they are longer than the products beside them.
+    `awaited`: what is waited for of those.
     """
 
     axis: int
@@ -81,17 +87,16 @@ class Sent:
     owed: Floats | None
     either: Floats | None = None
     cut: Floats | None = None
-    longer: Floats | None = None
+    awaited: Floats | None = None
 
-    def seconds(self, share: float, exposed: float, part: float) -> Floats:
-        """In a mean with that share of what is owed; `part`: of what those in pieces are longer."""
+    def seconds(self, share: float, exposed: float) -> Floats:
+        """In a mean with that share of what is owed."""
         if self.owed is not None:
             return share * self.owed
         assert self.either is not None
         assert self.cut is not None
-        assert self.longer is not None
-        # those in pieces wait beside the product before them, or beside the one after them
-        in_pieces = np.minimum(share * exposed * self.cut, (1 - share) / 2 * part * self.longer)
+        assert self.awaited is not None
+        in_pieces = np.minimum(share * exposed * self.cut, (1 - share) * self.awaited)
         return np.maximum(min(share * exposed, 1 - share) * self.either, in_pieces)
 
 
@@ -142,22 +147,15 @@ class CoreTime:
 
     def _least(self, axis: int, times: Mapping[int, NodeTimes], sent: Sequence[Sent]) -> Floats:
         """The least sum of what an axis adds to products, and of its collectives, for [share, candidate]."""
-        batch, several = self.batch, self.batch.count > 1
-        in_pieces: dict[int, Bools] = {}  # nodes beside which collectives run in pieces, for each candidate
-        for x in sent if several else ():
-            if x.longer is not None:
-                some = np.asarray(x.longer.reshape(len(batch.candidates), -1).any(axis=1))
-                in_pieces.update({n: some | in_pieces.get(n, some) for n in x.scope})
+        batch = self.batch
         least = []
         for share in SHARES:
-            table, part = Table(count=len(batch.candidates)), _waiting(share) if several else 1.0
+            table = Table(count=len(batch.candidates))
             for n, time in times.items():
-                counted = 1 - (1 - share) * part * in_pieces[n][:, None] if n in in_pieces else 1.0
-                excess = time.excesses[axis]
-                table.add((n,), np.where(excess < LONG, counted * excess, LONG))
+                table.add((n,), time.excesses[axis])
             for x in sent:
                 if x.axis == axis:
-                    table.add(x.scope, x.seconds(share, batch.physics.early_exposed, part))
+                    table.add(x.scope, x.seconds(share, batch.physics.early_exposed))
             least.append(table.least())
         return np.array(least)
 
@@ -184,8 +182,9 @@ class CoreTime:
         targets = list(dict.fromkeys(edge.target for edge in edges))[:MOST_TARGETS]
         scope = (source, *targets)
         shape = [len(batch.candidates), *(batch.options(flow, n) for n in scope)]
-        either, cut, longest = (np.zeros(shape) for _ in range(3))
+        either, cut, awaited = (np.zeros(shape) for _ in range(3))
         whole = np.ones(shape, bool)
+        usable = {n: [excess < LONG for excess in time.excesses] for n, time in times.items()}
         joining = [np.any([batch.sends(flow, edge, m) for edge in edges], axis=0) for m in range(batch.count)]
         for edge in edges:
             if edge.target not in targets:
@@ -193,16 +192,24 @@ class CoreTime:
             kinds = batch.kinds(flow, edge, axis)  # [candidates, options of source, options of target]
             place = [*kinds.shape[:2], *(kinds.shape[2] if n == edge.target else 1 for n in targets)]
             hidden = sum(times[n].least for n in flow.attention_beside(edge) if n in times)
-            seconds = np.maximum(batch.wire_seconds(edge, axis, joining) - np.reshape(hidden, (-1, 1)), 0.0)
-            seconds = seconds / (flow.rivals[edge.target] if batch.count > 1 else 1)
-            wire = np.take_along_axis(seconds, kinds.reshape(len(kinds), -1), axis=1).reshape(kinds.shape)
-            in_pieces = batch.in_pieces(flow, edge, kinds)
-            longer = np.where(in_pieces, self._longer(flow, edges, edge, axis, times, wire, kinds), 0.0)
+            share = flow.shares[edge.target, edge.operand] if batch.count > 1 else 1.0
+            whole_wire, group = batch.wire_seconds(edge, axis, joining), batch.most_devices(flow, edges, axis, usable)
+            wire, first, part = (
+                np.take_along_axis(each, kinds.reshape(len(kinds), -1), axis=1).reshape(kinds.shape)
+                for each in (
+                    share * np.maximum(whole_wire - np.reshape(hidden, (-1, 1)), 0.0),
+                    share * np.maximum(whole_wire / group - np.reshape(hidden, (-1, 1)), 0.0),
+                    1 - 1 / group,
+                )
+            )
+            in_pieces = batch.in_pieces(flow, edges, edge, axis, usable)
+            # beside one product there may be pieces that it reads and others of its sum: half of each counts
+            waits = first + part / 2 * self._longer(flow, edges, edge, axis, times, wire, kinds)
             np.maximum(either, wire.reshape(place), out=either)
             np.maximum(cut, wire.reshape(place), out=cut)
-            np.maximum(longest, longer.reshape(place), out=longest)
+            np.maximum(awaited, np.where(in_pieces, waits, 0.0).reshape(place), out=awaited)
             whole &= (~in_pieces).reshape(place)
-        yield Sent(axis, scope, None, np.where(whole, either, 0.0), np.where(whole, 0.0, cut), longest)
+        yield Sent(axis, scope, None, np.where(whole, either, 0.0), np.where(whole, 0.0, cut), awaited)
 
     def _longer(
         self,
@@ -216,7 +223,7 @@ class CoreTime:
     ) -> Floats:
         """By what a collective in pieces is longer than the products beside it: those that read what it gathers, or
         the one whose result it sums."""
-        longer, alone = np.zeros(wire.shape), self.batch.count == 1
+        longer = np.zeros(wire.shape)
         source, target = times.get(edge.source), times.get(edge.target)
         if target is not None:
             others: dict[int, Bools] = {}  # further products, and whether they read what is gathered
@@ -224,19 +231,13 @@ class CoreTime:
                 if e.target in times and e.target != edge.target:
                     reads = self.batch.sends(flow, e, axis)
                     others[e.target] = others.get(e.target, reads) | reads
-            beside = target.least + sum(times[n].least * reads for n, reads in others.items())
-            excess = target.excesses[axis][:, None, :] if alone else 0.0
-            longer = np.where(kinds == GATHERS, wire - np.reshape(beside, (-1, 1, 1)) - excess, longer)
+            beside = target.most(axis) + sum(times[n].most() * reads for n, reads in others.items())
+            left = wire - np.reshape(beside, (-1, 1, 1)) - target.excesses[axis][:, None, :]
+            longer = np.where(kinds == GATHERS, left, longer)
         if source is not None:
-            excess = source.excesses[axis][:, :, None] if alone else 0.0
-            longer = np.where(np.isin(kinds, SUMS), wire - np.reshape(source.least, (-1, 1, 1)) - excess, longer)
+            left = wire - np.reshape(source.most(axis), (-1, 1, 1)) - source.excesses[axis][:, :, None]
+            longer = np.where(np.isin(kinds, SUMS), left, longer)
         return np.maximum(longer, 0.0)
-
-
-def _waiting(share: float) -> float:
-    """The part of a product's time in `waits` that has what it waits for pieces over several axes, not what its options
-    add."""
-    return 0.5 if share > 0.6 else 1.0
 
 
 class _Exempt:

@@ -194,16 +194,26 @@ class Flow:
         return frozenset(n for n, count in counts.items() if count > 1)
 
     @cached_property
-    def rivals(self) -> Sequence[int]:
-        """For each node, the number of its operands, or of all homes, on whose edges collectives may be waited for at
-        the same time."""
-        waited = {(edge.target, edge.operand) for edges in self.apart for edge in edges if not edge.beside}
-        homes = sum(self.nodes[target].placed is not None for target, _ in waited)
-        counts = Counter(target for target, _ in waited)
-        return [max(1, homes if node.placed is not None else counts[n]) for n, node in enumerate(self.nodes)]
+    def shares(self) -> Mapping[tuple[int, int], float]:
+        """For each (node, operand) on whose edges collectives may be waited for, its share among the operands of the
+        node, or among all homes: they may be waited for at the same time."""
+        sizes: dict[tuple[int, int], float] = {}
+        for edge in (edge for edges in self.apart for edge in edges if not edge.beside):
+            key = edge.target, edge.operand
+            sizes[key] = max(sizes.get(key, 1.0), edge.least_bytes)
+        together: dict[int | None, float] = {}
+        node_of = {key: None if self.nodes[key[0]].placed is not None else key[0] for key in sizes}
+        for key, size in sizes.items():
+            together[node_of[key]] = together.get(node_of[key], 0.0) + size
+        return {key: size / together[node_of[key]] for key, size in sizes.items()}
 
     def _is_large(self, number: int) -> bool:
         return self.nodes[number].product is not None or self.nodes[number].loop is not None
+
+    def readers(self, edges: Sequence[Edge]) -> Sequence[Edge]:
+        """All edges with values that are on these edges, too."""
+        values = frozenset().union(*(edge.values for edge in edges))
+        return [edge for into in self.edges for edge in into if not edge.values.isdisjoint(values)]
 
     @property
     def reducible(self) -> Iterator[Compute]:

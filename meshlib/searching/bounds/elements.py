@@ -3,7 +3,7 @@
 Kernels of a sharded program are those of the program on one device, or parts of them if a collective intervenes. So the
 intermediate values of element-wise kernels, and the results of products, are moved under any layout, divided by all
 axes that could split them. Variables, inputs and slices of stacks may be prefetched, or still be on the chip, and are
-left out; so are values that may stay on the chip between kernels, judged by the smallest of those split alike.
+left out; so are values that may stay on the chip between kernels.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Passing:
     bytes: int = 0
     smallest_bytes: float = inf
 
-    def with_value(self, size_bytes: int, times: int = 1) -> Passing:
-        """With another value that is passed `times` times."""
-        return Passing(self.bytes + times * size_bytes, min(self.smallest_bytes, size_bytes))
+    def with_value(self, size_bytes: int) -> Passing:
+        """With another value."""
+        return Passing(self.bytes + size_bytes, min(self.smallest_bytes, size_bytes))
 
     def joined(self, other: Passing, times: int) -> Passing:
         """With other values that are passed `times` times."""
@@ -46,12 +46,13 @@ class ElementTraffic:
     """HBM traffic between kernels on one device.
 
     Attributes:
-      elements: traffic of all element-wise kernels in a step, by the dims along which they may be split.
+      elements: traffic of all element-wise kernels in a step, by the dims along which a value may be split, and its
+        bytes.
       beside: for one run of each product or attention, its results for other kernels, and the operands of element-wise
         work in its kernel.
     """
 
-    elements: dict[Names | None, Passing] = field(default_factory=dict)
+    elements: dict[tuple[Names | None, int], int] = field(default_factory=dict)
     beside: dict[Instruction, Passing] = field(default_factory=dict)
 
     @staticmethod
@@ -63,8 +64,8 @@ class ElementTraffic:
                 if v not in full:
                     continue
                 if product is None:
-                    names = passages.split(v.tensor.shape)
-                    traffic.elements[names] = traffic.elements.get(names, NOTHING).with_value(size_bytes, times)
+                    kind = passages.split(v.tensor.shape), size_bytes
+                    traffic.elements[kind] = traffic.elements.get(kind, 0) + times * size_bytes
                 else:
                     traffic.beside[product] = traffic.beside.get(product, NOTHING).with_value(size_bytes)
         return traffic

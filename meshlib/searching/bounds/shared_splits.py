@@ -6,7 +6,7 @@ splits that any candidate may have over any axis, and none (`node_splits`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -21,13 +21,15 @@ from meshlib.estimation.time.physics import Physics
 from meshlib.estimation.work.combined_collectives import THRESHOLD_BYTES
 from meshlib.searching.bounds.collectives import GATHER, REDUCE, SCATTER, overhead_seconds, wire_seconds
 from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, Node, Placed
-from meshlib.searching.bounds.node_splits import FREE, KINDS, WHOLE, NodeSplits, Options
+from meshlib.searching.bounds.node_splits import ANY, FREE, KINDS, SUM, WHOLE, NodeSplits, Options
 from meshlib.searching.renamed_dims import Passages
 from meshlib.searching.space import Candidate
 
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Ints: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Bools: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+Usable: TypeAlias = Mapping[int, Sequence[Bools]]  # for products and each axis: which [candidate, option] may be chosen
+NOT_SPLIT = (WHOLE, SUM, ANY, FREE)
 MOST_MOVES = 16  # bytes moved per element of operands and results in place of duplicated work, at most
 GATHERS, SUMS = KINDS.index(GATHER), (KINDS.index(SCATTER), KINDS.index(REDUCE))
 
@@ -226,10 +228,44 @@ class Batch:
             sends = self._known[key] = np.asarray(self.kinds(flow, edge, axis).any(axis=(1, 2)))
         return sends
 
-    def in_pieces(self, flow: Flow, edge: Edge, kinds: Ints) -> Bools:
-        """True if a collective may be large enough to run in pieces."""
-        in_pieces: Bools = np.isin(kinds, SUMS) | ((kinds == GATHERS) & (flow.nodes[edge.target].attention is None))
-        return in_pieces & self.compiler.cuts_in_pieces(max(edge.sizes.values(), default=0.0))
+    def in_pieces(self, flow: Flow, edges: Sequence[Edge], edge: Edge, axis: int, usable: Usable) -> Bools:
+        """True if the collective over an axis on one of the edges that it may serve may be large enough to run in
+        pieces, for [candidate, option of the source, option of the target].
+
+        A sum is smaller by the other axes that split the result of its product under any usable option; a gathered
+        value by those that split it for all its readers.
+        """
+        kinds, most = self.kinds(flow, edge, axis), max(edge.sizes.values(), default=0.0)
+        summed, gathered = np.ones(len(kinds)), np.ones(len(kinds))
+        for other in (n for n in range(self.count) if n != axis):
+            size = self._sizes[:, other]
+            summed *= np.where(self._never(flow, (edge.source, None), other, usable, NOT_SPLIT), size, 1.0)
+            read = [self._splits_operand(flow, e, other, usable) for e in flow.readers(edges)]
+            gathered *= np.where(np.all(read, axis=0), size, 1.0)
+        large = [np.array([self.compiler.cuts_in_pieces(most / n) for n in parts]) for parts in (summed, gathered)]
+        if flow.nodes[edge.target].attention is not None:
+            large[1] = np.zeros_like(large[1])
+        by_kind = (np.isin(kinds, SUMS) & large[0][:, None, None], (kinds == GATHERS) & large[1][:, None, None])
+        in_pieces: Bools = np.logical_or(*by_kind)
+        return in_pieces
+
+    def _splits_operand(self, flow: Flow, edge: Edge, axis: int, usable: Usable) -> Bools:
+        """For each candidate, True if an axis splits the value at the end of an edge under any usable option."""
+        if edge.home is not None:
+            split: Bools = self._homes(edge.home)[:, axis] > 0
+            return split
+        return self._never(flow, (edge.target, edge.operand), axis, usable, NOT_SPLIT)
+
+    def _never(self, flow: Flow, of: tuple[int, int | None], axis: int, usable: Usable, forms: Sequence[str]) -> Bools:
+        """For each candidate, True if no usable option of a node gives an operand, or its result (None), one of some
+        forms over an axis."""
+        number, operand = of
+        if number not in usable:
+            return np.zeros(len(self.candidates), bool)
+        options, _ = self._options(flow.nodes[number])
+        given = options.results if operand is None else options.required(operand)
+        some: Bools = np.any(usable[number][axis] & np.isin(given, forms), axis=1)
+        return ~some
 
     def needs(self, flow: Flow, edge: Edge) -> list[Bools]:
         """For each axis, whether the collective on an edge between a variable and a product runs over it, for
@@ -292,6 +328,28 @@ class Batch:
                 part = np.minimum(part, np.divide(joint, whole, out=np.ones_like(whole), where=able & (whole > 0)))
             seconds[:, kind] = part * self._rate(kind, (axis,)) * bytes_of[axis,]
         return seconds
+
+    def most_devices(self, flow: Flow, edges: Sequence[Edge], axis: int, usable: Usable) -> Floats:
+        """The most devices of a gather or sum over an axis that serves some edges, and so pieces: [candidate, kind].
+
+        A gather runs over further axes that need one, too; a sum over those over which it is pending, perhaps from
+        before a product that they do not split.
+        """
+        devices = np.repeat(self._sizes[:, [axis]], len(KINDS), axis=1)
+        for other in (n for n in range(self.count) if n != axis):
+            gathers = np.zeros(len(self.candidates), bool)
+            for edge in edges:
+                kinds = self.kinds(flow, edge, other)
+                if edge.source in usable:
+                    kinds = np.where(usable[edge.source][other][:, :, None], kinds, 0)
+                if edge.target in usable and edge.home is None:
+                    kinds = np.where(usable[edge.target][other][:, None, :], kinds, 0)
+                gathers |= (kinds == GATHERS).any(axis=(1, 2))
+            sums = ~self._never(flow, (edges[0].source, None), other, usable, (WHOLE, SUM, FREE))
+            size = self._sizes[:, other]
+            devices[:, GATHERS] *= np.where(gathers, size, 1.0)
+            devices[:, SUMS] *= np.where(sums, size, 1.0)[:, None]
+        return devices
 
     def shared_out(self, flow: Flow, edge: Edge, needs: Sequence[Bools]) -> tuple[list[Floats], list[Floats]]:
         """Seconds on the wire of the collective on an edge between a variable and a product, shared out among axes.
