@@ -604,11 +604,12 @@ def test_a_role_changed_from_sum_to_parallel(name, case):
 
 
 def test_a_split_factor_that_must_stay_whole():
+    program = sound("classes")
     with (
         defined("one_hot", roles=with_role("one_hot", Role.PARALLEL, Role.WHOLE)),
         pytest.raises(mtf.ProgramError, match="must stay whole"),
     ):
-        check_program(sound("classes"), "sabotage")
+        check_program(program, "sabotage")
 
 
 def test_linearity_claimed_where_there_is_none():
