@@ -313,7 +313,11 @@ def _user_errors(what: str) -> Iterator[None]:
     except (Exception, SystemExit) as fault:
         last = traceback.extract_tb(fault.__traceback__)[-1]
         if last.filename == __file__:  # the function was called with the wrong arguments
-            where = "; give its arguments with --set NAME=VALUE, those of a JAX function with --arg NAME=f32[256,512]"
+            name = what.rpartition(":")[2]
+            where = (
+                "; give its arguments with --set NAME=VALUE, those of a JAX function with --arg NAME=f32[256,512] or "
+                f"as what {name}_arguments() beside it returns"
+            )
         else:
             where = "" if isinstance(fault, SyntaxError) else f" ({Path(last.filename).name}:{last.lineno})"
         raise GraphError(f"{what} raised {type(fault).__name__}: {fault}{where}") from fault
