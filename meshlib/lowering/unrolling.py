@@ -98,15 +98,14 @@ class _Unroller:
     def _identify(self, i: Instruction) -> None:
         """Record the identity of an instruction within its layer, and its layer."""
         self._identify_results(i)
-        if len(i.outputs) > 1 and isinstance(i, Move):
-            self.keys.append(i)
+        labels = [*map(self._label, [y.tensor for y in i.outputs] or [i.operation])]
+        place = labels[0][1]
+        if place is None or len(dict(labels)) < len(labels) or None in dict(labels).values():
+            self.keys.append(i)  # outside all layers, or launched for the same values of several
             self.places.append(None)
             return
-        what, place = self._label(i.outputs[0].tensor if i.outputs else i.operation)
         self.places.append(place)
-        if place is None:
-            self.keys.append(i)
-            return
+        own_results = [(what, (at or 0) - place) for what, at in labels]
         operands = [(source.what, source.place - place) if (source := self.made.get(x)) else x for x in i.inputs]
         near = [source.place for x in i.inputs if (source := self.made.get(x))]
         own: Hashable = (i.assignment, i.exchanges) if isinstance(i, Compute) else ()
@@ -115,7 +114,7 @@ class _Unroller:
             own = (i.steps, i.early, user, None if at is None else at - place)
             near += [] if at is None else [at]
         shardings = [(y.sharding, y.margins) for y in i.outputs]
-        key = (type(i), i.opcode, what, i.region, own, *operands, *shardings)
+        key = (type(i), i.opcode, i.region, own, *own_results, *operands, *shardings)
         number = self._number(key)
         self.keys.append(number)
         first = self.layers.first
@@ -230,7 +229,7 @@ class _Unroller:
         return place if place < threshold else place + self.layers.count
 
     def _write(self, n: int, i: Instruction, thresholds: Mapping[Hashable, int]) -> None:
-        if len(i.outputs) > 1 and isinstance(i, Move):
+        if self.places[n] is None and len(i.outputs) > 1 and isinstance(i, Move):
             self._put(self._for_all_layers(i), i.group)
         else:
             self._put(self._for_layer(i, n, self._layer(n, thresholds)), i.group)
@@ -258,7 +257,7 @@ class _Unroller:
             self.written.add((self.keys[n], layer))
         inputs = tuple([self._operand(x, place, layer) for x in i.inputs])
         op = self._operation(i.operation, place, layer)
-        outputs = tuple([self._result(y, layer) for y in i.outputs])
+        outputs = tuple([self._result(y, place, layer) for y in i.outputs])
         if op is i.operation and inputs == i.inputs and outputs == i.outputs:
             return i
         copy = object.__new__(type(i))
@@ -273,21 +272,22 @@ class _Unroller:
         source = self.made.get(x)
         if source is None:
             return x
-        if place is None or layer is None or not self._is_wired_alike(place, layer):
-            return self._value(source.what, self.layers.layer(source.place))
-        return self._value(source.what, layer + source.place - place)
-
-    def _value(self, what: int, layer: int) -> Value:
-        value = self.values.get((what, layer))
+        value = self.values.get((source.what, self._layer_of(source, place, layer)))
         if value is None:
             raise Irregular
         return value
 
-    def _result(self, y: Value, layer: int | None) -> Value:
+    def _layer_of(self, value: LayerValue, place: int | None, layer: int | None) -> int:
+        """The layer of a value of an instruction, adapted to a layer."""
+        if place is None or layer is None or not self._is_wired_alike(place, layer):
+            return self.layers.layer(value.place)
+        return layer + value.place - place
+
+    def _result(self, y: Value, place: int | None, layer: int | None) -> Value:
         label = self.made.get(y)
         if label is None:
             return y
-        assert layer is not None
+        layer = self._layer_of(label, place, layer)
         tensor = self._tensor(y.tensor, layer)
         value = y if tensor is y.tensor else Value(tensor, y.sharding, y.margins)
         if (label.what, layer) in self.values:
@@ -322,7 +322,7 @@ class _Unroller:
             more = range(layers.first, layers.end) if own == layers.first - 1 else ()
             for layer in (own, *more):
                 inputs.append(self._operand(x, place, layer))
-                outputs.append(self._result(y, layer))
+                outputs.append(self._result(y, place, layer))
                 steps.append(step)
                 reasons.append(self._reason(reason, place, layer))
         if inputs == [*i.inputs]:

@@ -20,7 +20,9 @@ BATCH, D = mtf.Dimension("batch", 8), mtf.Dimension("d", 8)
 Built = tuple[dict[str, mtf.Tensor], list[mtf.Operation]]
 
 
-def chain(width: Callable[[int], int] = lambda n: 16, middle: bool = False, layers: int = LAYERS) -> Built:
+def chain(
+    width: Callable[[int], int] = lambda n: 16, middle: bool = False, layers: int = LAYERS, sums: bool = False
+) -> Built:
     """Dense layers with norms and dropout, one after another, and their update by Adam."""
     with mtf.Graph():
         x = mtf.input("x", [BATCH, D])
@@ -28,6 +30,9 @@ def chain(width: Callable[[int], int] = lambda n: 16, middle: bool = False, laye
         h, outputs = x, {}
         for n in range(layers):
             f = mtf.Dimension("f", width(n))
+            if sums:
+                first, second = (mtf.reduce_sum(f(h), output_shape=[D]) for f in (mtf.relu, mtf.square))
+                h = h + mtf.sigmoid(first) * mtf.tanh(second)
             normal = h * mtf.rsqrt(mtf.reduce_mean(mtf.square(h), output_shape=[BATCH]) + 1e-5) * mask
             inner = mtf.relu(mtf.einsum([normal, mtf.variable(f"layer_{n}/wi", [D, f])], output_shape=[BATCH, f]))
             inner = mtf.dropout(inner, is_training=True, keep_prob=0.9)
@@ -43,7 +48,7 @@ def chain(width: Callable[[int], int] = lambda n: 16, middle: bool = False, laye
 def random_layers(seed: int) -> Built:
     """Layers of random parts, with random skips over several layers, under a random optimizer or none."""
     rng = random.Random(seed)
-    parts = [rng.choice(["norm", "bias", "softmax", "gate", "dropout", "sum", "global"]) for _ in range(2)]
+    parts = [rng.choice(["norm", "batch norm", "bias", "softmax", "gate", "dropout", "sum", "global"]) for _ in range(2)]
     back, f = rng.choice([0, 0, 1, 2]), mtf.Dimension("f", 16)
     with mtf.Graph():
         h, weights = mtf.input("x", [BATCH, D]), mtf.input("weights", [D])
@@ -55,6 +60,9 @@ def random_layers(seed: int) -> Built:
                 match part:
                     case "norm":
                         r = r * mtf.rsqrt(mtf.reduce_mean(mtf.square(r), output_shape=[BATCH]) + 1e-3)
+                    case "batch norm":
+                        r = r - mtf.reduce_mean(r, output_shape=[D])
+                        r = r * mtf.rsqrt(mtf.reduce_mean(mtf.square(r), output_shape=[D]) + 1e-3)
                     case "bias":
                         r = r + mtf.variable(f"layer_{n}/bias", [D])
                     case "softmax":
@@ -145,6 +153,13 @@ def test_layers_that_alternate_are_one_period(monkeypatch: pytest.MonkeyPatch) -
     short, whole, inserted = both(
         monkeypatch, chain(lambda n: 32 if n % 2 else 16, layers=16), "batch:rows;d:rows?;f:cols"
     )
+    assert inserted == 1
+    assert content(short) == content(whole)
+
+
+def test_launches_of_several_sums_of_one_layer_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    short, whole, inserted = both(monkeypatch, chain(sums=True), "batch:rows;f:cols")
+    assert len([i for i in whole.instructions if len(i.outputs) > 1]) >= LAYERS
     assert inserted == 1
     assert content(short) == content(whole)
 
