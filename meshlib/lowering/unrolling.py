@@ -98,7 +98,7 @@ class _Unroller:
     def _identify(self, i: Instruction) -> None:
         """Record the identity of an instruction within its layer, and its layer."""
         self._identify_results(i)
-        labels = [*map(self._label, [y.tensor for y in i.outputs] or [i.operation])]
+        labels = [self._label(y.tensor) for y in i.outputs] or [self._label(i.operation)]
         place = labels[0][1]
         if place is None or len(dict(labels)) < len(labels) or None in dict(labels).values():
             self.keys.append(i)  # outside all layers, or launched for the same values of several

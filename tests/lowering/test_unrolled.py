@@ -48,7 +48,7 @@ def chain(
 def random_layers(seed: int) -> Built:
     """Layers of random parts, with random skips over several layers, under a random optimizer or none."""
     rng = random.Random(seed)
-    parts = [rng.choice(["norm", "batch norm", "bias", "softmax", "gate", "dropout", "sum", "global"]) for _ in range(2)]
+    parts = rng.sample(["norm", "batch norm", "bias", "softmax", "gate", "dropout", "sum", "global"], 2)
     back, f = rng.choice([0, 0, 1, 2]), mtf.Dimension("f", 16)
     with mtf.Graph():
         h, weights = mtf.input("x", [BATCH, D]), mtf.input("weights", [D])
