@@ -268,6 +268,7 @@ def _effort(command: argparse.ArgumentParser) -> None:
 
 def _validate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--file", help="JSON in the format of published results; default: the set in the package")
+    command.add_argument("--held-out", action="store_true", help="published runs that no constant was fitted to")
     command.add_argument("--refit", action="store_true", help="fit the constants to the training runs first")
     command.add_argument("--talks", action="store_true", help="the figures of the talks, in place of the rows")
     command.add_argument(

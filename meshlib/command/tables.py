@@ -18,6 +18,7 @@ from meshlib.core.text import count_text, grid, wrapped
 from meshlib.models import IMAGE_PRESETS, PRESETS
 from meshlib.records import make
 from meshlib.validation.machine_figures import machine_figures
+from meshlib.validation.runs import HELD_OUT
 from meshlib.validation.served import served_figures
 from meshlib.validation.talks import talks
 from meshlib.validation.validating import validate
@@ -52,10 +53,11 @@ def models(args: argparse.Namespace) -> int:
 
 def validated(args: argparse.Namespace) -> int:
     """`meshlib validate`: predicted beside published figures."""
-    own = [name for name in ("talks", "machine", "served") if getattr(args, name)]
+    own = [name for name in ("talks", "machine", "served", "held_out") if getattr(args, name)]
     if len(own) > 1 or (own and (args.file or args.refit)):
-        others = "--file and --refit" if len(own) == 1 else f"--{own[1]}"
-        raise GraphError(f"--{own[0]} has figures of its own; leave out {others}")
+        first, *rest = (name.replace("_", "-") for name in own)
+        others = f"--{rest[0]}" if rest else "--file and --refit"
+        raise GraphError(f"--{first} has figures of its own; leave out {others}")
     with Progress(args.quiet) as bar:
         if args.talks:
             result: object = talks()
@@ -65,7 +67,10 @@ def validated(args: argparse.Namespace) -> int:
             result = served_figures()
         else:
             result = validate(
-                args.file, args.refit, COMPILERS[args.compiler], lambda done, all_: bar(done, all_, "rows")
+                HELD_OUT if args.held_out else args.file,
+                args.refit,
+                COMPILERS[args.compiler],
+                lambda done, all_: bar(done, all_, "rows"),
             )
     answer(args.json, lambda: [*map(_row, getattr(result, "rows", ()))], lambda: result)
     return GOOD

@@ -22,6 +22,7 @@ Row = Mapping[str, Any]
 _AXES = {
     "data": "data", "fsdp": "fsdp", "fsdp_transpose": "fsdp", "tensor": "tensor", "tensor_transpose": "tensor",
     "tensor_sequence": "tensor", "model": "tensor", "mdl": "tensor", "context": "context", "sequence": "context",
+    "expert": "expert",
 }  # fmt: skip
 MOST_CHIPS = 10**9
 _REST = -1  # a size in a layout: all remaining devices
@@ -174,7 +175,7 @@ def axes_of(row: Row, slice_: Slice, d_model: int) -> MeshAxes:
 
 def _by_network(stated: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
     """Sizes of axes within slices and across them."""
-    inside = dict.fromkeys(("slices", "data", "shard", "fsdp", "context", "tensor"), 1)
+    inside = dict.fromkeys(("slices", "data", "shard", "fsdp", "expert", "context", "tensor"), 1)
     across = dict(inside)
     for key, size in stated.items():
         network, _, rest = key.partition("_")

@@ -30,11 +30,13 @@ from meshlib.validation.policies import (
     lightest,
     policy_in,
     policy_of,
-    with_kernels,
 )
+from meshlib.validation.recipes import loss_blocks, with_kernels
 from meshlib.validation.submissions import UNKNOWN, Submission, submission_of
 
 FILE = Path(__file__).with_name("published_results.json")
+HELD_OUT = FILE.with_name("held_out_results.json")
+"""Published runs that took no part in the fit of any constant."""
 
 ROWS: tuple[dict[str, Any], ...] = tuple(json.loads(FILE.read_text(encoding="utf-8"))["rows"])
 
@@ -43,7 +45,7 @@ Row = Mapping[str, Any]
 
 _DIMS = ("layers", "d_model", "q_heads", "head_dim", "d_ff", "vocab")
 _BATCHES = ("global_sequences", "global_examples", "sequences", "global_batch_size")
-_BATCH_AXES = ("slices", "data", "shard", "fsdp")
+BATCH_AXES = ("slices", "data", "shard", "fsdp", "expert")
 FLASH_SINCE = 2023  # jax.experimental.pallas.ops.tpu.flash_attention
 STATE_VALUES = 3  # per parameter: itself and two slots
 
@@ -61,6 +63,7 @@ class Run:
       steps, evaluation: training steps, and sequences run forward, in the measured time.
       measured_seconds: measured time of both.
       experts: the mixtures of experts, or None.
+      loss_blocks: parts of each sequence whose logits and loss are computed one after the other.
       submission: facts about its software from outside the row.
       apart: why the row does not measure the model, or ""; assumed: assumptions on what the row left open.
     """
@@ -83,6 +86,7 @@ class Run:
     evaluation: int
     measured_seconds: float
     experts: Experts | None = None
+    loss_blocks: int = 1
     submission: Submission = UNKNOWN
     apart: str = ""
     assumed: tuple[str, ...] = ()
@@ -116,7 +120,7 @@ class Run:
     @property
     def padded_batch(self) -> int:
         """Sequences per step, padded to divide over the devices that share them."""
-        parts = math.prod(self.axis(name) for name in _BATCH_AXES)
+        parts = math.prod(self.axis(name) for name in BATCH_AXES)
         return -(-self.batch // parts) * parts
 
     @property
@@ -194,11 +198,23 @@ def run_of(row: Row) -> Run:
         apart=_why_apart(row, model),
     )
     experts, routed = experts_of(row, model)
-    run = replace(run, experts=experts)
+    blocks, in_parts = loss_blocks(row)
+    run = replace(run, experts=experts, loss_blocks=blocks)
     padded = _padded(run)
     policy, why = _policy(row, run)
     counted = (*counted, *submission.facts)
-    left_open = (*completed, *assumed, *axes.assumed, *counted, *padded, *routed, *why, *kernels, *_software(run))
+    left_open = (
+        *completed,
+        *assumed,
+        *axes.assumed,
+        *counted,
+        *padded,
+        *routed,
+        *why,
+        *kernels,
+        *in_parts,
+        *_software(run),
+    )
     return replace(run, policy=policy, assumed=left_open)
 
 
@@ -283,7 +299,7 @@ def _padded(run: Run) -> tuple[str, ...]:
     """The assumption made about a batch that does not divide over the devices; NotExpressed for fewer sequences."""
     if run.padded_batch == run.batch:
         return ()
-    parts = math.prod(run.axis(name) for name in _BATCH_AXES)
+    parts = math.prod(run.axis(name) for name in BATCH_AXES)
     if run.batch < parts:
         raise NotExpressed(f"{run.batch} sequences do not divide over {parts} devices")
     return (f"{run.batch} sequences padded to {run.padded_batch}",)

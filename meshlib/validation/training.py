@@ -23,7 +23,7 @@ from meshlib.ops.control.remat import Remat
 from meshlib.optimize import AdamWOptimizer
 from meshlib.program.records import Program
 from meshlib.validation.experts import latent_of
-from meshlib.validation.runs import Run, known_model
+from meshlib.validation.runs import BATCH_AXES, Run, known_model
 
 VOCAB_MULTIPLE = 128
 
@@ -78,8 +78,9 @@ def lowered(run: Run, training: bool = True, compiler: Compiler | None = None) -
         if training:
             adamw = AdamWOptimizer(1e-3, slot_dtype=run.state_dtype, master_dtype=run.state_dtype)
             outputs, updates = train_step(
-                config, run.padded_batch, run.length, adamw, remat_of(run, config), predictions=run.predictions
-            )
+                config, run.padded_batch, run.length, adamw, remat_of(run, config),
+                predictions=run.predictions, loss_blocks=run.loss_blocks,
+            )  # fmt: skip
             return lower(outputs, updates, mesh, layout_of(run, config, mesh), compiler=compiler)
         model = transformer(config, run.padded_batch, run.length, predictions=run.predictions)
         return lower({"loss": model.loss}, [], mesh, layout_of(run, config, mesh), compiler=compiler)
@@ -133,11 +134,11 @@ def config_of(run: Run) -> TransformerConfig:
 
 def layout_of(run: Run, config: TransformerConfig, mesh: Mesh) -> LayoutRules:
     """The run's axes as rules: the batch over slices, data and fully sharded axes, models by the library's presets."""
-    named = [axis for axis in ("fsdp", "tensor", "context") if axis in mesh]
+    named = [axis for axis in ("fsdp", "tensor", "context", "expert") if axis in mesh]
     if run.length % run.axis("tensor") == 0:  # activations between layers are split along length
         named = [{"tensor": "sequence"}.get(axis, axis) for axis in named]
     rules = list(model_layout("+".join(named), config, mesh).rules) if named else []
-    batch = tuple(axis for axis in ("slices", "data", "shard", "fsdp") if axis in mesh)
+    batch = tuple(axis for axis in BATCH_AXES if axis in mesh)
     rules = [r for r in rules if r.dim != "batch"]
     if batch:
         rules.insert(0, Rule("batch", batch))

@@ -56,7 +56,7 @@ def test_without_a_capacity_rows_are_sorted_by_expert() -> None:
     stated = run_of(BY_NAME["rc-v6e-mixtral-8x7b"])
     assert stated.experts is not None
     assert (stated.experts.routing.capacity_factor, stated.experts.form) == (1.25, "einsum")
-    assert stated.assumed == ("tiles of attention as its recipe sets them",)
+    assert stated.assumed == ("kernels as its recipe sets them",)
 
 
 def test_a_tile_in_which_two_groups_meet_is_computed_for_both() -> None:

@@ -31,7 +31,7 @@ def test_tiles_of_recipes(name: str, kernels: int, forward: tuple[int, int], bac
     own = CHIPS[run.chip]
     others = [f.name for f in fields(own) if not f.name.startswith("attention_") and f.name != "sources"]
     assert all(getattr(chip, figure) == getattr(own, figure) for figure in others)
-    assert ("tiles of attention as its recipe sets them" in run.assumed) == (chip != own)
+    assert ("kernels as its recipe sets them" in run.assumed) == (chip != own)
 
 
 def test_a_recipe_is_known_by_its_source_not_by_the_name_of_a_row() -> None:
