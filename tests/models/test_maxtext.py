@@ -18,6 +18,7 @@ from meshlib.models import MaxTextRun, read_maxtext
 from meshlib.models.maxtext.keys import EFFECTS, IGNORED, KNOWN, READ, REFUSED, UNREAD
 from meshlib.models.maxtext.rules import assigned
 from meshlib.models.maxtext.settings import parsed
+from meshlib.models.maxtext.versions import RENAMED
 
 BASE = "run_name: ''\nbase_output_directory: ''\nsteps: 150_001\nlearning_rate: 3.e-5\nprofiler: ''\n"
 LLAMA: Mapping[str, Any] = {
@@ -126,6 +127,45 @@ def test_scales_go_to_heads_and_inner_width_first(base: Path) -> None:
 def test_every_key_is_of_one_kind() -> None:
     assert len(KNOWN) == len(READ) + len(UNREAD) + len(REFUSED) + len(IGNORED)
     assert sum(len(effect.defaults) for effect in EFFECTS) == len(UNREAD)
+
+
+# ---------------------------------------------------------------- other versions of MaxText
+
+OF_MAXTEXT = "logical_axis_rules: []\n"  # what makes a file a base.yml of MaxText
+
+
+def other(base: Path, text: str, *lines: str) -> MaxTextRun:
+    base.write_text(f"{BASE}{OF_MAXTEXT}decoder_block: llama2\n{text}")
+    return read_maxtext(base, parsed(lines))
+
+
+def test_keys_of_another_version_are_reported_at_the_values_of_its_base_file(base: Path) -> None:
+    run = other(base, "key_of_tomorrow: 3\nanother: [1]\n")
+    assert [str(u) for u in run.unread] == [
+        "another, key_of_tomorrow=as in base.yml: of another version of MaxText, taken to have no effect"
+    ]
+    (anew, left) = other(base, "key_of_tomorrow: 3\nanother: [1]\n", "key_of_tomorrow=4").unread
+    assert (anew.key, anew.value, anew.default, left.key) == ("key_of_tomorrow", 4, 3, "another")
+    with pytest.raises(mtf.GraphError, match="key_of_tomorow=4: MaxText has no key 'key_of_tomorow'"):
+        other(base, "key_of_tomorrow: 3\n", "key_of_tomorow=4")
+
+
+@pytest.mark.parametrize("old", [*RENAMED])
+def test_renamed_keys_are_those_that_they_have_become(base: Path, old: str) -> None:
+    assert {*RENAMED[old]} <= KNOWN
+    assert old not in KNOWN
+    value = {"int8_training": True, "rope_theta": 5000}.get(old, {**READ, **UNREAD}.get(RENAMED[old][0], 1))
+    became = "int8" if old == "int8_training" else value
+    settings = other(base, "", f"{old}={value}").settings
+    assert [settings.values[new] for new in RENAMED[old]] == [became] * len(RENAMED[old])
+    assert other(base, f"{old}: {value}\n").settings.values[RENAMED[old][0]] == became
+
+
+def test_a_base_file_before_decoder_blocks_has_parallel_layers(base: Path) -> None:
+    base.write_text(BASE + OF_MAXTEXT)
+    assert read_maxtext(base).config.parallel
+    assert read_maxtext(base, {"decoder_block": "default"}).config.parallel
+    assert not other(base, "").config.parallel
 
 
 # ---------------------------------------------------------------- mesh, batch

@@ -18,7 +18,7 @@ from meshlib.models.maxtext.ignored import IGNORED
 
 AXES = (
     *("diloco", "data", "stage", "fsdp", "fsdp_transpose", "context", "context_usp_ulysses"),
-    *("context_autoregressive", "tensor", "tensor_sequence", "expert", "autoregressive"),
+    *("context_autoregressive", "tensor", "tensor_transpose", "tensor_sequence", "expert", "autoregressive"),
 )
 # The key of each mesh axis: ici_<part>_parallelism and dcn_<part>_parallelism.
 PARTS: Mapping[str, str] = MappingProxyType(
@@ -118,7 +118,14 @@ EFFECTS: tuple[Effect, ...] = (
         },
     ),
     Effect("tiles of the experts' ragged products; the estimate uses 512 rows and 1,024 columns",
-           {**_TILES, "tile_batch_seq": 512, "tile_embed_dim": 1024, "tile_mlp_dim": 1024}, "num_experts"),
+           {**_TILES, "tile_batch_seq": 512, "tile_embed_dim": 1024, "tile_mlp_dim": 1024,
+            **{f"{w}_tile_{p}_buffer_count": 2 for w in ("wi", "wo") for p in ("fwd", "dlhs", "drhs")},
+            **_same("wi_combine_scopes wo_combine_scopes", False)}, "num_experts"),
+    Effect("static scales, for which no maximum is taken", _same(
+        "act_quantization_calibration_method weight_quantization_calibration_method "
+        "bwd_quantization_calibration_method", "absmax"), "quantization"),
+    Effect("how the axis of the experts splits attention", {"expert_shard_attention_option": "fsdp"},
+           "ici_expert_parallelism"),
     Effect(
         "how tokens reach experts, and what of that overlaps with products",
         {
@@ -150,7 +157,7 @@ EFFECTS: tuple[Effect, ...] = (
            {"mtp_num_layers": 0}),
     Effect("the head's weights are gathered once for all blocks of the loss", {"vocab_tiling_ag_once": False}),
     Effect("when the weights of a pipeline's stages are gathered",
-           _same("pipeline_fsdp_ag_once pipeline_fsdp_ag_per_repeat", False)),
+           _same("pipeline_fsdp_ag_once pipeline_fsdp_ag_per_repeat model_fsdp_ag_once", False)),
     Effect("the schedule of the pipeline", {
         "pipeline_delay_activation_forwarding": False, "scan_pipeline_iterations": True,
         "scan_pipeline_repeats": False, "scan_layers_per_stage": False}),

@@ -46,7 +46,6 @@ ABSENT: Mapping[str, str] = MappingProxyType(
         "qwen3_custom_moe": "experts that work in another width than d_model",
         "deepseek4": "compressed attention and hyper-connections",
         "gemma4_small": "embeddings that every layer adds, and layers that share keys and values",
-        "default": "MaxText's SimpleDecoderLayer and custom decoders",
         "simple": "MaxText's SimpleDecoderLayer, one product",
         "simple_mlp": "MaxText's SimpleMlpDecoderLayer, two products without attention",
     }
@@ -346,7 +345,8 @@ def _form(sparse: bool, factor: float) -> str:
 
 BLOCKS: Mapping[str, Callable[[Settings], Fields]] = MappingProxyType(
     {
-        "llama2": lambda s: {}, "mistral": lambda s: {}, "gemma": lambda s: {"scale_embedding": True},
+        "default": lambda s: {"parallel": True}, "llama2": lambda s: {}, "mistral": lambda s: {},
+        "gemma": lambda s: {"scale_embedding": True},
         "gemma2": _gemma2, "gemma3": _gemma3, "gemma4": _gemma4, "gpt3": _gpt3, "olmo3": _olmo3, "qwen2": _qwen2,
         "qwen3": _qwen3, "qwen3_moe": lambda s: {**_qwen3(s), **_experts(s)}, "mixtral": _experts,
         "llama4": lambda s: _experts(s, scores="sigmoid", renormalise=False), "deepseek": _deepseek,

@@ -78,6 +78,8 @@ def _block(c: TransformerConfig) -> str:
         return "qwen3_moe" if c.qk_norm else "mixtral"
     if c.norm == "layer":
         return "gpt3"
+    if c.parallel:
+        return "default"
     if c.norm_position == "output":
         return "olmo3"
     if len(c.windows) == 2:
@@ -127,7 +129,7 @@ def _missing(c: TransformerConfig) -> list[str]:
     """Features that no decoder block of MaxText has."""
     parts = {
         f"a model of kind {c.kind!r}": c.kind != "decoder",
-        "parallel blocks": c.parallel,
+        "parallel blocks of this kind": c.parallel and _block(c) != "default",
         f"positions of kind {c.position!r}": c.position not in ("rotary", "learned"),
         "a norm of the embeddings": c.embedding_norm,
         "a head with a transform": c.head == "transform",

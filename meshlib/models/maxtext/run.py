@@ -71,7 +71,7 @@ class MaxTextRun:
       unread: keys that differ from their defaults, change compute, memory or communication, and are not expressed.
     Example:
       >>> import meshlib as mtf
-      >>> run = mtf.models.read_maxtext("base.yml", ["model_name=llama3.1-8b"])  # doctest: +SKIP
+      >>> run = mtf.models.read_maxtext("base.yml", {"model_name": "llama3.1-8b"})  # doctest: +SKIP
       >>> print(run.config.parameters, run.length, run.unread)  # doctest: +SKIP
     """
 

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from meshlib.core.files import open_file
 from meshlib.models.maxtext.default_rules import DEFAULT_RULES, LogicalRule
 from meshlib.models.maxtext.keys import KNOWN, READ, REFUSED, UNREAD
 from meshlib.models.maxtext.purpose import serving_sign
+from meshlib.models.maxtext.versions import FIRST_BLOCK, is_base, renamed
 
 WHAT = "read_maxtext"
 OVERRIDES = "overrides"
@@ -32,7 +33,7 @@ class Settings:
 
     `values` has the keys set by files and overrides; others have MaxText's defaults, see `meshlib.models.maxtext.keys`.
     `sources` has for each key the name of a file, or "overrides". `serving`: the file, key and value that request
-    inference, if any.
+    inference, if any. `foreign`: keys of its base.yml that are of another version of MaxText, with their values there.
     """
 
     path: str
@@ -40,6 +41,7 @@ class Settings:
     sources: Mapping[str, str] = field(default_factory=dict)
     rules: tuple[LogicalRule, ...] = DEFAULT_RULES
     serving: tuple[str, str, Any] | None = None
+    foreign: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, key: str) -> Any:
         value = self.values.get(key, READ[key])
@@ -129,10 +131,14 @@ def settings_of(
     place = Path(os.fspath(path))
     if place.is_dir():
         place = place / "base.yml"
-    given = _overrides(overrides)
+    given = renamed(_overrides(overrides))
     chain = _chain(place)
+    root = chain[-1][1]
+    foreign = {k: v for k, v in root.items() if k not in KNOWN} if is_base(root) else {}
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
+    if is_base(root):
+        values |= {"decoder_block": FIRST_BLOCK}
     rules: list[Any] = [*DEFAULT_RULES]
     for file, entries in reversed(chain):
         rules = _merged(rules, entries, file.name)
@@ -147,7 +153,7 @@ def settings_of(
     values |= given
     sources |= dict.fromkeys(given, OVERRIDES)
     known = {k: None if isinstance(v, str) and v.lower() == "none" else v for k, v in values.items()}
-    settings = Settings(str(place), known, sources, serving=serving_sign(chain, given))
+    settings = Settings(str(place), known, sources, serving=serving_sign(chain, given), foreign=foreign)
     _check(settings)
     return _with_rules(settings, rules, folders)
 
@@ -167,7 +173,7 @@ def _chain(place: Path) -> list[tuple[Path, dict[str, Any]]]:
     while file is not None:
         if any(file.resolve() == before.resolve() for before, _ in chain) or len(chain) == MOST_FILES:
             raise GraphError(f"{WHAT}: {chain[-1][0].name}: base_config={file.name}: the files are based on each other")
-        entries = _read(file)
+        entries = renamed(_read(file))
         chain.append((file, entries))
         base = entries.get("base_config")
         if base in (None, ""):
@@ -203,7 +209,7 @@ def _model(
         names = sorted({f.stem for folder in folders if folder.is_dir() for f in folder.glob("*.yml")})
         hint = nearest(name, names) if names else f"; give the folder of model files, models=... (tried {folders[0]})"
         raise GraphError(f"{WHAT}: {where}: model_name={name}: there is no file {name}.yml{hint}")
-    entries = _read(file)
+    entries = renamed(_read(file))
     if values.get("override_model_config") is True:
         return [(file, {k: v for k, v in entries.items() if k not in given or k == RULES})]
     for key in entries:
@@ -258,12 +264,14 @@ def _with_rules(settings: Settings, rules: list[Any], folders: Sequence[Path]) -
         ):
             settings.fail(RULES, f"rule {rule!r:.80} must be [name, axis or list of axes]", rule)
         pairs.append((name, tuple(listed)))
-    return Settings(settings.path, values, sources, tuple(pairs), settings.serving)
+    return replace(settings, values=values, sources=sources, rules=tuple(pairs))
 
 
 def _check(settings: Settings) -> None:
     """Raise GraphError for keys that MaxText lacks, and for models and steps that this library lacks."""
     for key, value in settings.values.items():
+        if key in settings.foreign:
+            continue
         if key not in KNOWN:
             where = settings.where(key)
             hint = nearest(key, KNOWN)

@@ -39,7 +39,18 @@ def unread_keys(s: Settings) -> tuple[Unread, ...]:
         for key, default in effect.defaults.items()
         if key in values and values[key] not in (default, None)
     ]
-    return (*changed, *_partly_expressed(s))
+    return (*changed, *_partly_expressed(s), *_foreign(s))
+
+
+def _foreign(s: Settings) -> Iterator[Unread]:
+    """Keys of another version of MaxText: those that are set anew one by one, the others together."""
+    changed = {key for key, value in s.foreign.items() if s.values[key] != value}
+    for key in sorted(changed):
+        yield Unread(key, s.values[key], s.foreign[key], "a key of another version of MaxText, not known here")
+    left = sorted(s.foreign.keys() - changed)
+    if left:
+        names = ", ".join(left)
+        yield Unread(names, "as in base.yml", None, "of another version of MaxText, taken to have no effect")
 
 
 def _unused_remat_keys(s: Settings) -> Iterator[Unread]:
