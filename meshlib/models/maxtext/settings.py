@@ -213,7 +213,7 @@ def _model(
     if values.get("override_model_config") is True:
         return [(file, {k: v for k, v in entries.items() if k not in given or k == RULES})]
     for key in entries:
-        if key in given and key != RULES and given[key] != entries[key]:
+        if key in given and key not in (RULES, "model_name") and given[key] != entries[key]:
             raise GraphError(
                 f"{WHAT}: {place.name} (an override): {key}={_text(given[key])}: {file.name} has "
                 f"{_text(entries[key])}; add override_model_config=true to replace it"
