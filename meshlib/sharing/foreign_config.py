@@ -15,6 +15,7 @@ from meshlib.core.errors import CheckpointError, GraphError, MeshlibError, neare
 from meshlib.layers.positions import RotaryScaling
 from meshlib.models.config import TransformerConfig
 from meshlib.sharing.foreign_families import ABSENT, FAMILIES, SCALINGS, SCHEMA, TEXT_MODELS, notes, rope_of
+from meshlib.sharing.foreign_planned import PLANNED, PLANNED_SCHEMA, completed, planned_notes
 
 Fields = Mapping[str, Any]
 WHAT = "read_config"
@@ -28,8 +29,11 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
     """The model that a Hugging Face config.json describes.
 
     Llama 2 to 4, Mistral, Mixtral, Gemma 1 to 4, Qwen 2 and 3 with their experts, DeepSeek 2 and 3, Kimi K2, GPT-OSS,
-    OLMo 2 and 3, OLMoE, Phi 3 and 4, GPT-2 and T5. For multimodal Llama 4, Gemma 3 and 4 it is the text model, with
-    a name that ends in "-text". `config_notes` lists the features of a file that the result leaves out.
+    OLMo 2 and 3, OLMoE, Phi 3 and 4, GPT-2 and T5; to be planned, but without their weights, the families of
+    `meshlib.sharing.foreign_planned`: Cohere, ERNIE 4.5, EXAONE 4, Falcon, GLM 4, GPT-NeoX, Granite, Nemotron, Phi 1
+    and 2, Phi-MoE, Qwen 2 with experts, Seed-OSS, SmolLM 3, StableLM, StarCoder 2 and others. For multimodal Llama 4,
+    Gemma 3 and 4 it is the text model, with a name that ends in "-text". `config_notes` lists the features of a file
+    that the result leaves out.
 
     Args:
       path: the file, or its folder.
@@ -70,10 +74,11 @@ def config_notes(path: str | os.PathLike[str]) -> list[str]:
 def _check_kind(kind: str, target: object) -> None:
     if kind in ABSENT:
         raise GraphError(f"{at(WHAT)}: {target} has model_type {kind!r:.40}: {ABSENT[kind]}; this library has none")
-    known = (*_KINDS, *FAMILIES)
+    known = (*_KINDS, *FAMILIES, *PLANNED)
     if kind not in known:
         raise GraphError(
-            f"{at(WHAT)}: {target} has model_type {kind!r:.40}{nearest(kind, known)}; known: {', '.join(known)}"
+            f"{at(WHAT)}: {target} has model_type {kind!r:.40}{nearest(kind, known)}, none of the {len(known)} "
+            "that are read; help(mtf.sharing.read_config) names them"
         )
 
 
@@ -101,20 +106,24 @@ def _read(path: str | os.PathLike[str], name: str | None) -> tuple[TransformerCo
     if kind in TEXT_MODELS:
         given, kind, called = _text_model(given, target), TEXT_MODELS[kind], name or f"{called}-text"
     _check_kind(kind, target)
+    written, given = given, completed(given, kind) if kind in PLANNED else given
     if kind in _KINDS:
         _refuse(given, {"quantization_config": None})
 
     def fail(fault: str) -> NoReturn:
         raise CheckpointError(f"{WHAT}: {target}: {fault}")
 
-    check_fields(given, SCHEMAS.get(kind, SCHEMA), fail)
+    check_fields(given, PLANNED_SCHEMA if kind in PLANNED else SCHEMAS.get(kind, SCHEMA), fail)
     rope = {**(given.get("rope_parameters") or {}), **(given.get("rope_scaling") or {})}
     check_fields(rope, ROPE, fail)
     if kind not in ("gpt2", "t5") and (fault_of_heads := _fault_of_heads(given)):
         fail(fault_of_heads)
     try:
-        fields = _KINDS[kind](given) if kind in _KINDS else {**_llama(_as_llama(given)), **FAMILIES[kind](given)}
-        return TransformerConfig(name=called, **fields), notes(given, kind)
+        if kind in _KINDS:
+            return TransformerConfig(name=called, **_KINDS[kind](given)), notes(given, kind)
+        family, more = (PLANNED[kind], planned_notes(written, kind)) if kind in PLANNED else (FAMILIES[kind], [])
+        fields = {**_llama(_as_llama(given)), **family(given)}
+        return TransformerConfig(name=called, **fields), [*notes(given, kind), *more]
     except KeyError as fault:
         raise CheckpointError(f"{WHAT}: {target} has no {fault}") from None
     except (TypeError, ValueError, ArithmeticError) as fault:

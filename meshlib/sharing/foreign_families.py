@@ -34,6 +34,11 @@ ABSENT: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("qwen2_audio", "qwen3_omni_moe", "qwen2_5_omni", "whisper"), "an audio tower"),
         **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba2"), "a state-space model"),
         **dict.fromkeys(("deepseek_v32", "deepseek_v4"), "sparse attention by an indexer"),
+        **dict.fromkeys(("bloom", "mpt"), "positions by linear biases (ALiBi)"),
+        **dict.fromkeys(("lfm2", "lfm2_moe"), "short convolutions between tokens"),
+        "bitnet": "weights of three values",
+        "diffllama": "differential attention",
+        "jetmoe": "experts of attention",
         "gemma3n": "embeddings that every layer adds",
         "olmo": "norms without parameters",
     }

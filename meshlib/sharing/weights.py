@@ -23,7 +23,8 @@ from meshlib.core.file_sets import FileSet, Member, checked
 from meshlib.core.file_versions import at_one_moment
 from meshlib.core.files import make_folder
 from meshlib.models.config import TransformerConfig
-from meshlib.sharing.manifests import INDEX, MODEL, SHARDS, SINGLE, check_holds_weights
+from meshlib.sharing.foreign_planned import PLANNED, planned_notes
+from meshlib.sharing.manifests import CONFIG, INDEX, MODEL, SHARDS, SINGLE, check_holds_weights
 from meshlib.sharing.names import Family, NamedVariable, family_of
 from meshlib.sharing.variables import variables_of
 from meshlib.storage.safetensors import Tensors, write_tensors
@@ -55,6 +56,7 @@ def read_weights(path: str | os.PathLike[str], config: TransformerConfig) -> dic
 def _read(path: str | os.PathLike[str], config: TransformerConfig, what: str) -> dict[str, Array]:
     _, family = family_of(config, what)
     files = _Files(path, family.prefix, what)
+    _check_loaded(path, what)
     wanted = variables_of(config)
     arrays = {name: np.empty(shape, np.float32) for name, shape in wanted.items()}
     faults, used = [], set()
@@ -261,6 +263,21 @@ class _Files(Mapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self.names)
+
+
+def _check_loaded(path: object, what: str) -> None:
+    """Refuse weights beside the config.json of a family that is only planned: its factors or norms are not here."""
+    place = Path(path) if isinstance(path, str | os.PathLike) else Path()
+    beside = (place if place.is_dir() else place.parent) / CONFIG
+    if not beside.is_file():
+        return
+    given, _ = read_json(beside, what, CheckpointError, "a config.json with a model_type", {})
+    kind = given.get("model_type")
+    if kind in PLANNED:
+        raise GraphError(
+            f"{at(what)}: {beside} has model_type {kind!r}, whose models are planned here but not run: "
+            f"{'; '.join(planned_notes(given, kind)) or 'their tensors have no names here'}"
+        )
 
 
 def _files_of(path: object, what: str) -> list[Path | object]:
