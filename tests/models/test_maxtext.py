@@ -154,8 +154,9 @@ def test_keys_of_another_version_are_reported_at_the_values_of_its_base_file(bas
 def test_renamed_keys_are_those_that_they_have_become(base: Path, old: str) -> None:
     assert {*RENAMED[old]} <= KNOWN
     assert old not in KNOWN
-    value = {"int8_training": True, "rope_theta": 5000}.get(old, {**READ, **UNREAD}.get(RENAMED[old][0], 1))
-    became = "int8" if old == "int8_training" else value
+    flags = {"int8_training": "int8", "enable_flash_attention": "flash"}
+    value = old in flags or {**READ, **UNREAD}.get(RENAMED[old][0], 1)
+    became = flags.get(old, value)
     settings = other(base, "", f"{old}={value}").settings
     assert [settings.values[new] for new in RENAMED[old]] == [became] * len(RENAMED[old])
     assert other(base, f"{old}: {value}\n").settings.values[RENAMED[old][0]] == became

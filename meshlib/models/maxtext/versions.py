@@ -18,6 +18,7 @@ RENAMED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "base_num_heads": ("base_num_query_heads", "base_num_kv_heads"),
         "cosine_learning_rate_final_fraction": ("learning_rate_final_fraction",),
+        "enable_flash_attention": ("attention",),
         "fsdp_shard_on_exp": ("shard_exp_on_fsdp",),
         "index_head_dim": ("indexer_head_dim",),
         "index_n_heads": ("indexer_n_heads",),
@@ -40,6 +41,10 @@ RENAMED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Earlier name of a key -> the keys that it has become."""
+_WORDS: Mapping[str, Mapping[bool, str]] = MappingProxyType(
+    {"enable_flash_attention": {True: "flash", False: "dot_product"}, "int8_training": {True: "int8", False: ""}}
+)
+"""What stands today for the true or false of a key."""
 FIRST_BLOCK = "default"
 """The decoder block of a base.yml of 2023, which has no key for it."""
 
@@ -55,7 +60,7 @@ def renamed(entries: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in entries.items():
         for name in RENAMED.get(key, (key,)):
             if name == key or name not in entries:
-                present[name] = ("int8" if value is True else "") if key == "int8_training" else value
+                present[name] = _WORDS[key][value is True] if key in _WORDS else value
     return present
 
 
