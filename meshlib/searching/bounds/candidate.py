@@ -32,7 +32,6 @@ from meshlib.core.graph import Operation
 from meshlib.estimation.time.kernel_times import Times
 from meshlib.estimation.time.physics import CALIBRATED, Physics
 from meshlib.estimation.work.products import attention_of, mxu_dtype
-from meshlib.estimation.work.stored_values import Origins
 from meshlib.lowering.assigned import scope_of
 from meshlib.program.instructions import Compute, Loop, Value
 from meshlib.program.records import Program, walk
@@ -42,7 +41,7 @@ from meshlib.searching.bounds.dataflow import Flow
 from meshlib.searching.bounds.elements import NOTHING, ElementTraffic, Passing, is_product
 from meshlib.searching.bounds.flow_tracing import flow_of, is_gradient
 from meshlib.searching.bounds.node_splits import NodeSplits
-from meshlib.searching.bounds.products import Contraction, Operands, ProductKernel
+from meshlib.searching.bounds.products import ProductKernel
 from meshlib.searching.bounds.shared_splits import Batch
 from meshlib.searching.bounds.split_products import SplitProducts
 from meshlib.searching.renamed_dims import Names, Passages
@@ -106,9 +105,9 @@ class Bounds:
         passages = Passages.of(operations)
         kernels: dict[ProductKernel, tuple[int, Passing]] = {}
         products = 0
-        origins: dict[Program, Origins] = {}
         flow = flow_of(whole, passages)
-        reducible = set(flow.reducible)
+        contractions = {of.instruction: of for of, _ in flow.products}
+        reducible = {of.instruction for of, smaller in flow.products if smaller}
         traffic = ElementTraffic.of(whole, passages, flow.full)
         for i, program, times in walk(whole):
             if not isinstance(i, Compute) or not is_product(i):
@@ -118,15 +117,10 @@ class Bounds:
                 continue
             dims = passages.split(*(v.tensor.shape for v in (*i.inputs, *i.outputs)))
             attention = attention_of(program, i) if i.operation.opdef.scores else None
-            if program not in origins:
-                origins[program] = Origins(program)
             kind = ProductKernel(dims, "bf16", attention)
             if attention is None:
-                contraction = Contraction.of(program, i, origins[program], ())
-                kind = ProductKernel(
-                    dims, mxu_dtype(i), None, contraction.whole, contraction.factors(passages),
-                    Operands.of(program, i, origins[program]),
-                )  # fmt: skip
+                of = contractions[i]
+                kind = ProductKernel(dims, mxu_dtype(i), None, of.whole, of.factors(passages), of.operands)
             count, beside = kernels.get(kind, (0, NOTHING))
             kernels[kind] = count + times, beside.joined(traffic.beside.get(i, NOTHING), times)
         held: Counter[tuple[Shape, str, float]] = Counter()

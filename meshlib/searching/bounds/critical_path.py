@@ -34,31 +34,37 @@ class CriticalPath:
     _known: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
     def seconds(self, flow: Flow, begins: bool = True) -> float:
-        """Lower bound on the seconds of a whole program (`begins`), or of one trip of a loop's body."""
+        """Lower bound on the seconds of a whole program (`begins`), or of one trip of a loop's body.
+
+        In an unrolled loop the next trip begins after the last product or loop, before later collectives end.
+        """
+        unrolled = not begins and self.splits.compiler.unrolled_loops
         begins_at: list[Floats] = []
         ends: list[Floats] = []
         heads: list[tuple[float, float]] = []
-        pieces_end = 0.0
+        longest = 0.0
         for number, edges in enumerate(flow.edges):
             node = flow.nodes[number]
             if node.loop is not None:
                 own = since_start = np.array([node.trips * self.seconds(node.loop, False)])
             else:
                 own, since_start = self.splits.seconds(flow, number)
+            counts = not unrolled or node.splits is not None or node.loop is not None
             begin, last_piece = np.zeros(len(own)), np.zeros(len(own))
             for edge in edges:
                 first, last = self._arrival(flow, edge, begins_at[edge.source], ends[edge.source])
                 begin = np.maximum(begin, first)
                 if edge.source in flow.several:  # of consecutive products, only one ends after the last piece
-                    pieces_end = max(pieces_end, float(last.min()))
+                    longest = max(longest, float(last.min()) if counts else 0.0)
                 else:
                     last_piece = np.maximum(last_piece, last)
-            heads.append((float(begin.min()), float(own.min())))
             begins_at.append(begin)
             end = np.maximum(begin + own, last_piece)
             ends.append(np.maximum(end, since_start) if begins else end)
-        longest = max((float(end.min()) for end in ends), default=0.0)
-        return max(longest, pieces_end, _serial_end(heads))
+            if counts:
+                heads.append((float(begin.min()), float(own.min())))
+                longest = max(longest, float(ends[-1].min()))
+        return max(longest, _serial_end(heads))
 
     def _arrival(self, flow: Flow, edge: Edge, begins: Floats, ends: Floats) -> tuple[Floats, Floats]:
         """Earliest arrival of the first and the last piece of an operand, under each choice of the consuming node.

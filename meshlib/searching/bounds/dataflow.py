@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from layouts import Shape
-from meshlib.program.instructions import Compute, Value
+from meshlib.program.instructions import Value
 from meshlib.searching.bounds.products import Contraction, ProductKernel
 from meshlib.searching.renamed_dims import Names
 
@@ -216,13 +216,13 @@ class Flow:
         return [edge for into in self.edges for edge in into if not edge.values.isdisjoint(values)]
 
     @property
-    def reducible(self) -> Iterator[Compute]:
-        """Products, those in loops included, that smaller ones may replace."""
+    def products(self) -> Iterator[tuple[Contraction, bool]]:
+        """All products, those in loops included, and whether smaller ones may replace them."""
         for node in self.nodes:
             if node.loop is not None:
-                yield from node.loop.reducible
-            elif node.smaller and node.product is not None:
-                yield node.product.instruction
+                yield from node.loop.products
+            elif node.product is not None:
+                yield node.product, node.smaller
 
     @cached_property
     def written(self) -> Sequence[Sequence[HbmUse]]:

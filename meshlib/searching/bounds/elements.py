@@ -8,7 +8,7 @@ left out; so are values that may stay on the chip between kernels.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -91,6 +91,30 @@ def _kernels(
             operands = _operands(product, members, stored) if product is not None else frozenset()
             uses = boundary_of(members, stored, in_place).uses
             yield product, [(u.buffer, u.exact_bytes) for u in uses if u.passes and u.buffer not in operands], times
+
+
+def temporaries_of(program: Program, loop: Loop | None = None) -> dict[Instruction, float]:
+    """For each product of a program, or of the body of `loop`, bytes of the largest temporary that its kernel reads for
+    its operands, from wherever a collective may bring them: an operand, or the values from which it is computed."""
+    stored, largest_of = Stored(program, loop), {}
+    for members in kernels_of(program):
+        maker = {y: i for i in members for y in i.outputs}
+        for product in filter(is_product, members):
+            largest_of[product] = max(_largest_temporary(x, maker, stored, {}) for x in product.inputs[:2])
+    return largest_of
+
+
+def _largest_temporary(
+    x: Value, maker: Mapping[Value, Instruction], stored: Stored, known: dict[Value, float]
+) -> float:
+    """Bytes of the largest temporary that a kernel reads for a value; `maker`: value -> instruction of the kernel."""
+    if x not in known:
+        sources = maker[x].inputs if x in maker else stored.recomputed[x].of if x in stored.recomputed else None
+        own = 0.0 if stored.of(x) in stored.held else float(stored.sizes(x)[0])
+        if sources is not None:
+            own = min(own, max((_largest_temporary(y, maker, stored, known) for y in sources), default=0.0))
+        known[x] = own
+    return known[x]
 
 
 def _operands(product: Instruction, members: Sequence[Instruction], stored: Stored) -> frozenset[Value]:

@@ -19,6 +19,7 @@ from meshlib.ops.contraction.einsum import EIGHT_BIT
 from meshlib.program.instructions import Compute, Instruction, Loop, Resident, Value
 from meshlib.program.records import Program
 from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, HbmUse, Node, Placed, Split
+from meshlib.searching.bounds.elements import temporaries_of
 from meshlib.searching.bounds.products import Contraction, ProductKernel
 from meshlib.searching.renamed_dims import Names, Passages, laid_names
 
@@ -28,7 +29,7 @@ MOST_EDGES = 4  # edges followed per value: those of the most bytes
 def flow_of(whole: Program, passages: Passages) -> Flow:
     """The dataflow of a program lowered for one device."""
     given = {v: Placed(v.tensor.shape, scope_of(v.tensor)) for v in _resident(whole)}
-    maker = _Maker(whole, passages, given)
+    maker = _Maker(whole, passages, given, temporaries_of(whole))
     maker.run()
     for name, v in whole.updates.items():
         held = whole.variables.get(name)
@@ -64,6 +65,7 @@ class _Maker:
     program: Program
     passages: Passages
     given: Mapping[Value, Placed]
+    temporaries: Mapping[Instruction, float]  # product -> bytes
     nodes: list[Node] = field(default_factory=list)
     edges: list[list[Edge]] = field(default_factory=list)
     reached: dict[Value, list[_Reach]] = field(default_factory=dict)
@@ -151,7 +153,7 @@ class _Maker:
             for x in i.inputs[:2]:
                 least = {self.passages.split(x.tensor.shape): float(x.local_size)}
                 self.reached[x] = [replace(r, sizes=_smaller(r.sizes, least)) for r in self.reached.get(x, ())]
-        product = Contraction.of(self.program, i, self.origins, self.early)
+        product = Contraction.of(self.program, i, self.origins, self.early, self.temporaries[i])
         held = [] if laid else self._held(i)
         node = Node(splits=splits, product=product, reads=self._reads(i), held=held, smaller=not full, laid=laid)
         number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.opdef.linear(op).operands)
@@ -245,7 +247,7 @@ class _Maker:
             if not _adds_up(body, body.inputs[before], body.outputs[after]):
                 carried[before] = _home(body.inputs[before].tensor)
                 given[body.inputs[before]] = carried[before]
-        maker = _Maker(body, self.passages, given)
+        maker = _Maker(body, self.passages, given, temporaries_of(body, loop))
         maker.full.update(body.inputs.values())  # the body does not see how its inputs are composed
         maker.run()
         for before, after in loop.carries:

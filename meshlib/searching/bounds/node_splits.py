@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -32,6 +32,14 @@ Ints: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 # Form of a value over one axis: the dim along which it is split, or one of these.
 WHOLE, SUM, ANY, FREE = "", "+", "*", "?"  # replicated; pending sum; any form accepted; unknown
 KINDS = ("", GATHER, SCATTER, REDUCE, SWAP)
+
+
+class Traffic(NamedTuple):
+    """Lower bounds on the HBM traffic of a product, in bytes: all; the part that the program computes; its result."""
+
+    moved_bytes: float
+    late_bytes: float
+    written_bytes: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,22 +142,30 @@ class NodeSplits:
         node = flow.nodes[number]
         if node.attention is None and node.product is None:
             return _NOTHING
-        uses = (*node.reads, *flow.written[number]) if node.product is not None else ()
-        late = sum(self.moved_bytes(use) for use in uses if not use.early)
-        moved = late + sum(self.moved_bytes(use) for use in uses if use.early)
+        traffic = self.traffic(flow, number)
         each = [self.options(node, n) for n in range(len(self.axes))]
-        key = node, late, moved, *each, *self.group
+        key = node, traffic, *each, *self.group
         seconds: tuple[Floats, Floats] | None = self.shared.get(key)
         if seconds is None:
             joint = [*product(*(o.numbers for o in each))]
-            seconds = self.shared[key] = self.joint_seconds(node, joint, moved, late)
+            seconds = self.shared[key] = self.joint_seconds(node, joint, traffic)
         return seconds
 
+    def traffic(self, flow: Flow, number: int, devices: int | None = None) -> Traffic:
+        """The HBM traffic of a product; given `devices`, its part if all of them split every operand and result."""
+        node = flow.nodes[number]
+        if node.product is None:
+            return Traffic(0.0, 0.0, 0.0)
+        written = sum(self._moved_bytes(use, devices) for use in flow.written[number])
+        late = written + sum(self._moved_bytes(use, devices) for use in node.reads if not use.early)
+        moved = late + sum(self._moved_bytes(use, devices) for use in node.reads if use.early)
+        return Traffic(moved, late, written)
+
     def joint_seconds(
-        self, node: Node, joint: Sequence[Sequence[int | None]], moved: float, late: float
+        self, node: Node, joint: Sequence[Sequence[int | None]], traffic: Traffic
     ) -> tuple[Floats, Floats]:
-        """Seconds of a product or attention under joint options of all axes, given the bytes that it moves over HBM and
-        the part of them that the program computes; and its earliest end if the program starts at 0."""
+        """Seconds of a product or attention under joint options of all axes, and its earliest end if the program starts
+        at 0."""
         cuts = [self._cuts(numbers) for numbers in joint]
         chip = self.slice.chip
         if node.attention is not None:
@@ -160,9 +176,10 @@ class NodeSplits:
             own = np.array([max(0.0, whole / prod(c.values()) - rounded) + chip.launch_seconds for c in cuts])
             return own, own
         assert node.product is not None
-        if node.smaller or node.laid or chip.peak(node.product.whole.dtype) is None:
+        unknown = node.smaller or (node.laid and not node.product.is_plain)
+        if unknown or chip.peak(node.product.whole.dtype) is None:
             return np.zeros(len(cuts)), np.zeros(len(cuts))
-        times = [self._timed(node, node.product, c).seconds(moved, late) for c in cuts]
+        times = [self._timed(node, node.product, c).seconds(*traffic) for c in cuts]
         busy, since_start = np.array(times).T
         return busy + chip.launch_seconds, since_start + chip.launch_seconds
 
@@ -177,14 +194,13 @@ class NodeSplits:
     def _timed(self, node: Node, of: Contraction, cuts: Mapping[int, int]) -> Timed:
         key = node, tuple(cuts.items())
         if key not in self.shared:
-            self.shared[key] = of.timed(self.slice.chip, self.physics, cuts)
+            chip, moves = self.slice.chip, self.physics.block_edge > 0 and not self.slice.chip.cmem_bytes
+            self.shared[key] = of.timed(chip, self.physics, cuts, moves, node.laid)
         timed: Timed = self.shared[key]
         return timed
 
-    def moved_bytes(self, use: HbmUse, devices: int | None = None) -> float:
+    def _moved_bytes(self, use: HbmUse, devices: int | None) -> float:
         """HBM bytes of one operand or result, without what may stay on the chip between its uses.
-
-        Given `devices`, those that all of them would split.
 
         A value passed between kernels stays whole or not at all, except for a part in CMEM.
         """

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from math import prod
 from typing import TypeAlias
 
 from hardware.blocking import matmul_blocks
@@ -14,6 +15,7 @@ from hardware.core import Work as Engines
 from hardware.memory import hbm_rate, hbm_seconds
 from layouts import Shape
 from meshlib.core.graph import TensorType
+from meshlib.core.opdef import Factor
 from meshlib.estimation.time.kernel_times import Times
 from meshlib.estimation.time.physics import Physics
 from meshlib.estimation.work.kernels import Kernel as Work
@@ -32,15 +34,17 @@ Pieces: TypeAlias = tuple[tuple[float, float], ...]
 class Operands:
     """A product and the bytes per element of its rows and columns, at the narrowest width in memory.
 
-    `at_hand`: which of them are in HBM from the start, so that blocks are re-read from there.
+    `at_hand`: which of them are in HBM from the start, so that blocks are re-read from there; `temporary_bytes`: the
+    largest value from another kernel that its kernel reads at least for them.
     """
 
     product: Matmul
     itemsizes: tuple[float, float]
     at_hand: tuple[bool, bool]
+    temporary_bytes: float = 0.0
 
     @staticmethod
-    def of(program: Program, instruction: Compute, origins: Origins) -> Operands | None:
+    def of(program: Program, instruction: Compute, origins: Origins, temporary_bytes: float) -> Operands | None:
         """The operands in a program on one device; None if its kernel may compute one from fewer elements."""
         maker = {y: i for i in program.instructions if i.group == instruction.group for y in i.outputs}
         for x in instruction.inputs[:2]:
@@ -52,7 +56,11 @@ class Operands:
         here = at_hand(
             instruction, [i for i in program.instructions if i.group == instruction.group], held_values(program)
         )
-        return Operands(matmul_of(program, instruction), (first, second), here)
+        return Operands(matmul_of(program, instruction), (first, second), here, temporary_bytes)
+
+    def cut(self, product: Matmul, parts: int) -> Operands:
+        """The operands of one device's part, if the product is cut into so many parts."""
+        return replace(self, product=product, temporary_bytes=self.temporary_bytes / parts)
 
     @property
     def bytes(self) -> tuple[float, float]:
@@ -61,8 +69,12 @@ class Operands:
         return first * p.batch * p.m * p.k, second * p.batch * p.taps * p.k * p.n
 
     def read_seconds(self, times: Times) -> float:
-        """HBM seconds of the operand reads, with blocks re-read; an operand that may stay on the chip is read once."""
-        again = [here or part > times.held_bytes for here, part in zip(self.at_hand, self.bytes, strict=True)]
+        """HBM seconds of the operand reads. Blocks are re-read of both operands if a temporary is not on the chip
+        (`meshlib.estimation.work.vmem_reuse.finds_operand`), otherwise of a weight, unless it may be gathered to it."""
+        elsewhere = self.temporary_bytes > times.held_bytes
+        again = [
+            elsewhere or (here and part > times.held_bytes) for here, part in zip(self.at_hand, self.bytes, strict=True)
+        ]
         bare = Work(
             name="", opcode="", source="", region="", matmuls=((self.product, self.itemsizes),), mxu_flops=0,
             useful_flops=0.0, vpu_ops=0, padded_vpu_ops=0.0, narrow_vpu_ops=0.0, hbm_bytes=0,
@@ -136,38 +148,47 @@ class Side:
 @dataclass(frozen=True, slots=True)
 class Timed:
     """A product on one device without its launch: core seconds; exposed bytes of its first pieces and last block, and
-    the part of them that may be prefetched, for each storage width; HBM bytes per second."""
+    the part of them that may be prefetched, for each storage width; HBM bytes per second; seconds for which operands
+    are awaited over HBM."""
 
     core_seconds: float
     exposed: Pieces
     rate: float
+    awaited_seconds: float = 0.0
 
-    def seconds(self, moved_bytes: float, late_bytes: float) -> tuple[float, float]:
+    def seconds(self, moved_bytes: float, late_bytes: float, written_bytes: float) -> tuple[float, float]:
         """Lower bounds on the seconds from launch to end, and from the start of a program to the end, without prefetch.
 
         Args:
-          moved_bytes: lower bound on its HBM traffic; late_bytes: the part of it that the program computes.
+          moved_bytes: lower bound on its HBM traffic; late_bytes: the part of it that the program computes, of which
+            written_bytes are its result.
         """
         if not self.exposed:
             return self.core_seconds, self.core_seconds
         late, bare = float("inf"), moved_bytes
         for exposed, early in self.exposed:
             late, bare = min(late, min(exposed, moved_bytes) - early), min(bare, exposed)
-        busy = max(self.core_seconds + max(0.0, late) / self.rate, late_bytes / self.rate)
+        over_hbm = max(late_bytes / self.rate, self.awaited_seconds + written_bytes / self.rate)
+        busy = max(self.core_seconds + max(0.0, late) / self.rate, over_hbm)
         return busy, self.core_seconds + bare / self.rate
 
 
 @dataclass(frozen=True, eq=False)
 class Contraction:
-    """A product by sizes, with the parts of it under splits. `sides` are unknown if it quantises its operands."""
+    """A product by sizes, with the parts of it under splits. `sides` are unknown if it quantises its operands, and
+    `operands` if it may read less than them."""
 
     instruction: Compute
     whole: Matmul
     sides: tuple[Side, Side] | None = None
+    operands: Operands | None = None
 
     @staticmethod
-    def of(program: Program, instruction: Compute, origins: Origins, early: Container[Value]) -> Contraction:
-        """A product in a program on one device; `early`: values that may be present when the program starts."""
+    def of(
+        program: Program, instruction: Compute, origins: Origins, early: Container[Value], temporary_bytes: float
+    ) -> Contraction:
+        """A product in a program on one device; `early`: values that may be present when the program starts;
+        `temporary_bytes` as of `Operands`."""
         sides = None
         if instruction.operation.attrs.get("precision") not in EIGHT_BIT:
             first, second = (
@@ -175,34 +196,67 @@ class Contraction:
                 for x in rows_first(instruction)
             )
             sides = first, second
-        return Contraction(instruction, matmul_of(program, instruction), sides)
+        operands = Operands.of(program, instruction, origins, temporary_bytes)
+        return Contraction(instruction, matmul_of(program, instruction), sides, operands)
 
     def factors(self, passages: Passages) -> tuple[SplitFactor, ...] | None:
         """The factors that may split it; None if a factor is no whole part of rows, columns, depth or batch."""
-        op = self.instruction.operation
-        factors = []
-        uncut = self._part({})  # without rows computed twice, where groups share tiles
+        op, sides = self.instruction.operation, self._sides
+        if sides is None:
+            return None
         laid = laid_names(x.shape for x in (*op.inputs, *op.outputs))
+        factors = []
         for n, f in enumerate(op.opdef.roles(op)):
+            if n not in sides:
+                continue
+            names = [name for name in (*f.operands, *f.outputs) if name is not None]
+            if laid.isdisjoint(names):
+                factors.append(SplitFactor(passages.reached(names), f.size, sides[n]))
+            else:  # any axis may split it, and every size divides 0
+                factors.append(SplitFactor(None, 0, sides[n]))
+        return tuple(factors)
+
+    @cached_property
+    def _sides(self) -> Mapping[int, str] | None:
+        """The side of the product that each factor of more than one element is a part of; None if one is no whole part
+        of rows, columns, depth or batch."""
+        sides = {}
+        for n, f in enumerate(self._factors):
             if f.size == 1:
                 continue
-            part = self._part({n: f.size})
-            sizes = {side: (getattr(uncut, side), getattr(part, side)) for side in ("m", "k", "n", "batch")}
+            part = self._cut_part({n: f.size})
+            sizes = {side: (getattr(self._uncut, side), getattr(part, side)) for side in ("m", "k", "n", "batch")}
             changed = [side for side, (whole, cut) in sizes.items() if whole != cut]
             if len(changed) != 1 or sizes[changed[0]][0] != f.size * sizes[changed[0]][1]:
                 return None
-            names = [name for name in (*f.operands, *f.outputs) if name is not None]
-            if laid.isdisjoint(names):
-                factors.append(SplitFactor(passages.reached(names), f.size, changed[0]))
-            else:  # any axis may split it, and every size divides 0
-                factors.append(SplitFactor(None, 0, changed[0]))
-        return tuple(factors)
+            sides[n] = changed[0]
+        return sides
 
-    def _part(self, cuts: Mapping[int, int]) -> Matmul | None:
-        op = self.instruction.operation
-        factors = op.opdef.roles(op)
-        if any(factors[n].size % parts for n, parts in cuts.items()):
+    @cached_property
+    def _uncut(self) -> Matmul:
+        return self._cut_part({})  # without rows computed twice, where groups share tiles
+
+    @cached_property
+    def _factors(self) -> Sequence[Factor]:
+        return self.instruction.operation.opdef.roles(self.instruction.operation)
+
+    def _part(self, cuts: Mapping[int, int], rounds: bool) -> Matmul | None:
+        """The product of one device if factors (by number) are cut into these many parts; None if sizes do not divide,
+        unless it `rounds` them."""
+        if not rounds and any(self._factors[n].size % parts for n, parts in cuts.items()):
             return None
+        if self._sides is None:
+            return self._cut_part(cuts)
+        parts_of = {"m": 1, "k": 1, "n": 1, "batch": 1}
+        for n, parts in cuts.items():
+            if n in self._sides:
+                parts_of[self._sides[n]] *= parts
+        m, k, n, batch = (-(-getattr(self._uncut, side) // parts) for side, parts in parts_of.items())
+        return replace(self._uncut, m=m, k=k, n=n, batch=batch)
+
+    def _cut_part(self, cuts: Mapping[int, int]) -> Matmul:
+        """The product of operands and a result with some factors cut into parts."""
+        op, factors = self.instruction.operation, self._factors
         inputs, (out, *_) = self.instruction.inputs, self.instruction.outputs
         types = [
             _cut(x.local, {factors[n].operands[place]: parts for n, parts in cuts.items()})
@@ -213,15 +267,27 @@ class Contraction:
         p = op.opdef.product(tuple(types), result, op.attrs)
         return replace(self.whole, m=p.rows, k=p.contracted, n=p.columns, batch=p.batch)
 
-    def timed(self, chip: Chip, physics: Physics, cuts: Mapping[int, int]) -> Timed:
-        """One device's part if factors (by number) are cut into these many parts; infinite if sizes do not divide."""
-        part = self._part(cuts)
+    @property
+    def is_plain(self) -> bool:
+        """True if each factor is a part of rows, columns, depth or batch."""
+        return self._sides is not None
+
+    def timed(self, chip: Chip, physics: Physics, cuts: Mapping[int, int], moves: bool, rounds: bool) -> Timed:
+        """One device's part if factors (by number) are cut into these many parts; infinite if sizes do not divide.
+
+        `moves`: whether values between kernels pass through HBM unless they fit on the chip; `rounds`: whether sizes
+        are rounded up, because they depend on the layout.
+        """
+        part, times = self._part(cuts, rounds), Times(chip, physics)
         rate = hbm_rate(chip) * chip.hbm_efficiency
         if part is None:
             return Timed(float("inf"), (), rate)
         mxu, vpu = product_seconds(chip, part)
         pieces = _exposed_bytes(chip, part, *self.sides) if self.sides is not None and mxu else ()
-        return Timed(max(mxu and Times(chip, physics).in_step_seconds([part], mxu), vpu), pieces, rate)
+        awaited = 0.0
+        if self.operands is not None and moves:
+            awaited = self.operands.cut(part, prod(cuts.values())).awaited_seconds(times)
+        return Timed(max(mxu and times.in_step_seconds([part], mxu), vpu), pieces, rate, max(0.0, awaited))
 
 
 @lru_cache(maxsize=1 << 16)

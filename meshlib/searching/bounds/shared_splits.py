@@ -21,7 +21,7 @@ from meshlib.estimation.time.physics import Physics
 from meshlib.estimation.work.combined_collectives import THRESHOLD_BYTES
 from meshlib.searching.bounds.collectives import GATHER, REDUCE, SCATTER, overhead_seconds, wire_seconds
 from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, Node, Placed
-from meshlib.searching.bounds.node_splits import ANY, FREE, KINDS, SUM, WHOLE, NodeSplits, Options
+from meshlib.searching.bounds.node_splits import ANY, FREE, KINDS, SUM, WHOLE, NodeSplits, Options, Traffic
 from meshlib.searching.renamed_dims import Passages
 from meshlib.searching.space import Candidate
 
@@ -113,13 +113,11 @@ class Batch:
             return None
         options, possible = self._options(node)
         distinct, index = self._machines
-        uses = (*node.reads, *flow.written[number]) if node.product is not None else ()
         own = []
         for machine, (_, sizes) in enumerate(distinct):
             splits = self.splits[int(np.argmax(index == machine))]
-            late = sum(splits.moved_bytes(use, prod(sizes)) for use in uses if not use.early)
-            moved = late + sum(splits.moved_bytes(use, prod(sizes)) for use in uses if use.early)
-            own.append(self._joint_seconds(node, splits, options, sizes, moved, late))
+            traffic = splits.traffic(flow, number, prod(sizes))
+            own.append(self._joint_seconds(node, splits, options, sizes, traffic))
         seconds: Floats = np.array(own)[index]
         for axis in range(self.count):
             where = np.where(possible[:, axis], 0.0, np.inf)
@@ -164,10 +162,10 @@ class Batch:
         return dims
 
     def _joint_seconds(
-        self, node: Node, splits: NodeSplits, options: Options, sizes: tuple[int, ...], moved: float, late: float
+        self, node: Node, splits: NodeSplits, options: Options, sizes: tuple[int, ...], traffic: Traffic
     ) -> Floats:
         """Seconds for [option of each axis]."""
-        key = node, options.numbers, sizes, moved, late
+        key = node, options.numbers, sizes, traffic
         seconds: Floats | None = self.shared.get(key)
         if seconds is None:
             chosen = np.array([*product(options.numbers, repeat=len(sizes))], object).reshape(-1, len(sizes))
@@ -175,7 +173,7 @@ class Batch:
             parts = np.array([np.where(chosen == n, sizes, 1).prod(axis=1) for n in factors], np.int64)
             _, first, inverse = np.unique(parts, axis=1, return_index=True, return_inverse=True)
             joint = [tuple(chosen[n]) for n in first]
-            unique = splits.joint_seconds(node, joint, moved, late)[0]
+            unique = splits.joint_seconds(node, joint, traffic)[0]
             seconds = self.shared[key] = unique[inverse.ravel()].reshape([len(options.numbers)] * len(sizes))
         return seconds
 

@@ -89,7 +89,7 @@ class SplitProducts:
         seconds = max(mxu and self.times.in_step_seconds([part], mxu), vpu)
         if kernel.operands is None or not self.moves:
             return seconds
-        awaited = replace(kernel.operands, product=part).awaited_seconds(self.times)
+        awaited = kernel.operands.cut(part, prod(cuts)).awaited_seconds(self.times)
         stays = beside.smallest_bytes / prod(cuts) <= self.times.held_bytes
         return max(seconds, awaited + (0.0 if stays else hbm_seconds(chip, beside.bytes / count / prod(cuts))))
 
