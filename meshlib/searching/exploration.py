@@ -1,10 +1,11 @@
 """The order in which candidates are examined: neighbours of the best, then the best bounds.
 
-A round of a fixed size takes most of its candidates from the neighbours of the leaders (one axis with another role, a
-factor moved, one argument changed), and the others from the whole space, by the smallest bound scaled by how far
-candidates with the same roles and arguments have exceeded theirs. Before a candidate is lowered, a closer bound with
-communication is computed, at a tenth of the cost of lowering. Candidates left at the end are bounded below, or named as
-not reached: the certificate says which.
+A round of a fixed size takes known layouts first, then neighbours of the leaders (one axis with another role, a factor
+moved, one argument changed), and candidates of the smallest bound scaled by how far those with the same roles and
+arguments have exceeded theirs. The rest, more than half, are those of the smallest bounds, since these decide the gap.
+Those are bounded together first, with communication, at a fiftieth of the cost of lowering. Before a candidate is
+lowered, its critical path is computed, too, as long as that improves bounds. Candidates left at the end are bounded
+below, or named as not reached: the certificate says which.
 
 Rounds do not depend on the number of processes (`workers`), so the same space gives the same result. Several processes
 estimate a round's candidates in parallel, and compute more closer bounds than are needed next.
@@ -22,6 +23,7 @@ from typing import Any
 from meshlib.core.errors import LayoutError
 from meshlib.core.executors import Tasks, executor_of
 from meshlib.core.text import bytes_text, seconds_text
+from meshlib.searching.bounds.candidate import BATCH
 from meshlib.searching.outcomes import ALIKE, BOUNDED, ESTIMATED, NEEDLESS, OPEN, REFUSED, TOO_LARGE, Figures, Outcome
 from meshlib.searching.programs import Build, Objective, SearchProblem
 from meshlib.searching.result import Found, plainness
@@ -36,7 +38,8 @@ POOL = 2  # closer bounds are computed for this many times the candidates needed
 LEADERS = 3  # the best so far, whose neighbours are examined
 PAYS_SECONDS = 0.1  # work in seconds for which forking processes pays off
 AHEAD = 8  # closer bounds per process and batch
-TOGETHER = 256  # candidates bounded together before a round: those of the least bounds
+VAIN = 2 * ROUND  # critical paths in a row after which they are not worth their time
+TOGETHER = 512  # candidates bounded together, in batches: those of the least bounds
 Progress = Callable[[int, int, str], object]
 
 
@@ -96,6 +99,7 @@ class Search:
         self.bare: dict[int, float] = {}  # original bounds of candidates that have closer ones
         self.closer: dict[int, float] = {}  # closer bounds, including those computed in advance
         self.tightened: set[int] = set()  # candidates bounded together
+        self.vain = 0  # critical paths in a row that were no closer than bounds computed together
         self.seen: dict[object, int] = {}
         self.lighter = lighter  # candidate -> same candidates with less recomputation
         self.deferred = False  # whether a candidate was postponed until a lighter one is known
@@ -165,9 +169,9 @@ class Search:
         most = ROUND if self.values else FIRST
         self._extend(chosen, [n for n in left if n < self.first], most // 2)
         promising = sorted(left, key=self._promise)
-        self._extend(chosen, self._neighbours_of_leaders(promising), most * 5 // 8)
-        near = self._first_that_may_win(promising, chosen, POOL * most)
-        self._extend(chosen, sorted(near, key=self._promise), most - most // 4)
+        self._extend(chosen, self._neighbours_of_leaders(promising), most // 4)
+        near = self._first_that_may_win(promising, chosen, POOL * most // 4)
+        self._extend(chosen, sorted(near, key=self._promise), most // 2)
         self._extend(chosen, sorted(left, key=self.bounds.__getitem__), most)
         return chosen
 
@@ -197,35 +201,41 @@ class Search:
         return self.bounds[n] < (tie if n < self.first else self.best)
 
     def _tighten(self) -> None:
-        """Bound the candidates of the least bounds together, once one is known that fits."""
-        together = self.objective.together
-        if together is None or self.best == float("inf"):
+        """Bound candidates together until those of the least bounds are, once one is known that fits."""
+        if self.objective.together is None or self.best == float("inf"):
             return
-        left = (
-            n for n in sorted(self.order, key=self.bounds.__getitem__) if n not in self.outcomes and self._may_win(n)
-        )
-        numbers = [*islice((n for n in left if n not in self.tightened), TOGETHER)]
-        self.tightened.update(numbers)
-        of_choices: dict[Choices, list[int]] = {}
-        for n in numbers:
-            of_choices.setdefault(self.space[n].choices, []).append(n)
-        for choices, own in of_choices.items():
-            problem = self.problems[choices]
-            for n, bound in zip(own, together(problem.bounds, [self.space[n] for n in own]), strict=True):
-                self.bounds[n] = max(self.bounds[n], bound / problem.units)
+        while not self._is_late():
+            left = [n for n in self.order if n not in self.outcomes and self._may_win(n)]
+            left.sort(key=self.bounds.__getitem__)
+            if self.tightened.issuperset(left[:ROUND]):
+                return
+            numbers = [*islice((n for n in left if n not in self.tightened), TOGETHER)]
+            batches: dict[object, list[tuple[int, ...]]] = {}
+            for n in numbers:
+                c = self.space[n]
+                own = batches.setdefault((c.choices, c.slice, sum(size > 1 for _, size in c.splits)), [()])
+                own[-1:] = [(*own[-1], n)] if len(own[-1]) < BATCH else [own[-1], (n,)]
+            results = self._task_results("together", [batch for own in batches.values() for batch in own])
+            for batch, bounds in results.items():
+                self.tightened.update(batch)
+                for n, bound in zip(batch, bounds, strict=True):
+                    self.bounds[n] = max(self.bounds[n], bound)
 
     def _may_win_by_closer_bound(self, n: int) -> bool:
-        """True if a candidate could win by its closer bound, too."""
+        """True if a candidate could win by its critical path, too; not computed if it has been no closer lately."""
         if self.objective.closer is not None and n not in self.bare:
             self.bare[n] = self.bounds[n]
-            if n not in self.closer:
-                self.closer |= self._task_results("bound", [n])
-            self.bounds[n] = max(self.bounds[n], self.closer[n])
+            if self.vain < VAIN:
+                if n not in self.closer:
+                    self.closer |= self._task_results("bound", [n])
+                if n in self.tightened:
+                    self.vain = 0 if self.closer[n] > self.bounds[n] else self.vain + 1
+                self.bounds[n] = max(self.bounds[n], self.closer[n])
         return self._may_win(n)
 
     def _look_ahead(self, order: Sequence[int], place: int) -> None:
         """With several processes, compute the closer bounds of the candidates that follow in one batch."""
-        if self.objective.closer is None or self.count == 1 or order[place] in self.closer:
+        if self.objective.closer is None or self.count == 1 or self.vain >= VAIN or order[place] in self.closer:
             return
         following = (n for n in order[place:] if n not in self.closer and n not in self.outcomes and self._may_win(n))
         self.closer |= self._task_results("bound", [*islice(following, AHEAD * self.count)])
@@ -338,6 +348,12 @@ class Search:
         assert closer is not None
         return closer(problem.bounds, self.space[n]) / problem.units
 
+    def _bound_together(self, batch: Sequence[int]) -> list[float]:
+        """Lower bounds of candidates of the same choices, slice and number of axes."""
+        problem, together = self.problems[self.space[batch[0]].choices], self.objective.together
+        assert together is not None
+        return [bound / problem.units for bound in together(problem.bounds, [self.space[n] for n in batch])]
+
     def _estimate(self, n: int) -> Outcome:
         """Lower and estimate one candidate."""
         c = self.space[n]
@@ -348,8 +364,8 @@ class Search:
         # An outcome from another process contains a copy of the candidate.
         return {n: replace(o, candidate=self.space[n], bound=self.bounds[n]) for n, o in outcomes.items()}
 
-    def _task_results(self, task: str, numbers: Sequence[int]) -> dict[int, Any]:
-        """A task's result for each candidate; for fewer if time runs out."""
+    def _task_results(self, task: str, numbers: Sequence[Any]) -> dict[Any, Any]:
+        """A task's result for each candidate, or batch of candidates; for fewer if time runs out."""
         if self.executor is not None and self.values and len(numbers) > 1:
             return self._answers_of_executor(task, numbers)
         expected = len(numbers) * self.took.get(task, 0.0)
@@ -357,25 +373,25 @@ class Search:
             self.workers = Workers(self.count, self._tasks)
         if self.workers is not None and len(numbers) > 1:
             return self.workers.answers(task, numbers, self.until)
-        answers: dict[int, Any] = {}
+        answers: dict[Any, Any] = {}
         for n in numbers:
             begun = time.monotonic()
             answers[n] = self._tasks[task](n)
             self.took[task] = time.monotonic() - begun
-            if task == "estimate" and self.until is not None and time.monotonic() > self.until:
+            if task != "bound" and self.until is not None and time.monotonic() > self.until:
                 break
         return answers
 
-    def _answers_of_executor(self, task: str, numbers: Sequence[int]) -> dict[int, Any]:
+    def _answers_of_executor(self, task: str, numbers: Sequence[Any]) -> dict[Any, Any]:
         assert self.executor is not None
         if self.tasks is None:
             payload = Remote(self.problems, self.space, self.bounds, self.objective.given)
             self.tasks = Tasks("search", self.executor, payload)
-        return self.tasks.answers(REMOTE[task], numbers, self.until if task == "estimate" else None)
+        return self.tasks.answers(REMOTE[task], numbers, self.until if task != "bound" else None)
 
     @property
     def _tasks(self) -> Mapping[str, Task]:
-        return {"bound": self._bound_closely, "estimate": self._estimate}
+        return {"bound": self._bound_closely, "together": self._bound_together, "estimate": self._estimate}
 
     # ------------------------------------------------------------ result
 

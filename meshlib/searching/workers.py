@@ -1,7 +1,7 @@
 """Workers of a search: forked processes, or tasks on a user's executor.
 
 Workers are forked once, after the first candidates have been estimated, and inherit the caches of the session. A task
-is a number, and its answer depends on nothing else: results are independent of which worker computes them, and when.
+is the number of a candidate, or those of a batch, and its answer depends on nothing else: results are independent of which worker computes them, and when.
 
 A fork has only the thread that called it, and locks held by other threads stay locked. So by default nothing is forked
 in a process with several Python threads, or with a runtime that has threads of its own. Threads of NumPy's BLAS don't
@@ -31,7 +31,7 @@ from meshlib.searching.outcomes import Outcome
 from meshlib.searching.programs import Objective, SearchProblem
 from meshlib.searching.space import Candidate, Choices
 
-Task: TypeAlias = Callable[[int], Any]
+Task: TypeAlias = Callable[[Any], Any]
 THREADED = ("jax", "tensorflow")  # runtimes whose threads may hold locks at any time
 
 
@@ -69,16 +69,16 @@ class Workers:
                 there.close()
                 self.processes.append(process)
 
-    def answers(self, task: str, numbers: Iterable[int], until: float | None) -> dict[int, Any]:
-        """The answer for each number; for fewer if time (`time.monotonic`) runs out, after which no more can be asked.
+    def answers(self, task: str, numbers: Iterable[Any], until: float | None) -> dict[Any, Any]:
+        """The answer for each number, or batch of numbers; for fewer if time (`time.monotonic`) runs out, after which no more can be asked.
 
         Raises: what a task has raised, of several the one of the first number.
         """
         left = [*numbers][::-1]
         order = {n: place for place, n in enumerate(reversed(left))}
-        answer_of: dict[int, Any] = {}
-        faults: dict[int, BaseException] = {}
-        busy: dict[Connection, int] = {}
+        answer_of: dict[Any, Any] = {}
+        faults: dict[Any, BaseException] = {}
+        busy: dict[Connection, Any] = {}
         free = [*self.pipes]
         while busy or (left and not faults):
             while left and free and not faults:
@@ -173,4 +173,10 @@ def _remote_bound(remote: Remote, n: int) -> float:
     return closer(problem.bounds, remote.space[n]) / problem.units
 
 
-REMOTE = {"bound": _remote_bound, "estimate": _remote_estimate}
+def _remote_bounds(remote: Remote, batch: Sequence[int]) -> list[float]:
+    problem, together = remote.problems[remote.space[batch[0]].choices], remote.objective.together
+    assert together is not None
+    return [bound / problem.units for bound in together(problem.bounds, [remote.space[n] for n in batch])]
+
+
+REMOTE = {"bound": _remote_bound, "together": _remote_bounds, "estimate": _remote_estimate}
