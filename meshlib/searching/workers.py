@@ -1,7 +1,8 @@
 """Workers of a search: forked processes, or tasks on a user's executor.
 
 Workers are forked once, after the first candidates have been estimated, and inherit the caches of the session. A task
-is the number of a candidate, or those of a batch, and its answer depends on nothing else: results are independent of which worker computes them, and when.
+is the number of a candidate, or those of a batch, and its answer depends on nothing else: results are independent of
+which worker computes them, and when.
 
 A fork has only the thread that called it, and locks held by other threads stay locked. So by default nothing is forked
 in a process with several Python threads, or with a runtime that has threads of its own. Threads of NumPy's BLAS don't
@@ -70,7 +71,8 @@ class Workers:
                 self.processes.append(process)
 
     def answers(self, task: str, numbers: Iterable[Any], until: float | None) -> dict[Any, Any]:
-        """The answer for each number, or batch of numbers; for fewer if time (`time.monotonic`) runs out, after which no more can be asked.
+        """The answer for each number, or batch of numbers; for fewer if time (`time.monotonic`) runs out, after which
+        no more can be asked.
 
         Raises: what a task has raised, of several the one of the first number.
         """

@@ -134,13 +134,16 @@ def placed_for(
 ) -> Placement:  # fmt: skip
     """The best placement of a mesh for these demands, cached because layers and sweeps repeat them."""
     sizes = dict(mesh)
-    return best_placement(slice_, sizes, demands, _candidates(slice_, sizes, whole_axes, dict(across)))[0]
+    return best_placement(slice_, sizes, demands, possible_placements(slice_, sizes, whole_axes, dict(across)))[0]
 
 
-def _candidates(
+def possible_placements(
     slice_: Slice, sizes: Mapping[str, int], whole_axes: bool, across: Mapping[str, int]
 ) -> list[Placement]:
-    """All placements if there are few; otherwise those that cut the torus least."""
+    """The placements of which `placed` takes the best: all if there are few, otherwise those that cut the torus least.
+
+    Arguments as of `placed`; `sizes`: those of the mesh axes.
+    """
     all_placements = list(placements(slice_, sizes))
     if across:
         all_placements = [p for p in all_placements if _over_dcn(p) == across]

@@ -1,4 +1,4 @@
-"""Lower bounds on the time of a collective, under any placement of the mesh on the slice.
+"""Lower bounds on the time of a collective, under any placement of the mesh on the slice that the estimate considers.
 
 Time never falls with bytes, and time per byte never rises, since a collective is a latency and a rate. So between two
 sizes priced under all placements, a collective takes at least the time at the smaller size, and at least its bytes at
@@ -16,22 +16,26 @@ from math import prod
 
 from hardware.errors import HardwareError
 from hardware.network import collective_cost
-from hardware.placement import Placement, placements, wraps
+from hardware.placement import Placement, wraps
 from hardware.slices import Slice
 from layouts.step_kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, STEP_KINDS, Place, kinds_from
+from meshlib.estimation.work.communication import possible_placements
 
 GATHER, SCATTER, REDUCE, SWAP = ALL_GATHER.name, REDUCE_SCATTER.name, ALL_REDUCE.name, ALL_TO_ALL.name
 STEP = 4.0  # ratio of the priced sizes
 SIZES = (2.0**14, 2.0**22, 2.0**36)  # bytes, between which the best algorithm changes
 
 
-def least_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind: str, size_bytes: float) -> float:
+def least_seconds(
+    slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind: str, size_bytes: float, whole_axes: bool
+) -> float:
     """Lower bound on one collective over some axes of a mesh, launch included.
 
     Args:
       sizes: sizes of all mesh axes; axes: indices of those that take part.
       kind: "all_to_all" stands for any collective that moves a split from one dim to another.
       size_bytes: bytes of the value on a device if these axes did not split it.
+      whole_axes: whether mesh axes take whole axes of the torus where they can (`Compiler.whole_torus_axes`).
     """
     mesh, where, group = _ordered(sizes, axes)
     ways = [(name, size_bytes) for name in _equivalent_kinds(kind)]
@@ -39,7 +43,10 @@ def least_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind
         gathers = [(gather.name, size_bytes) for gather in kinds_from(Place.SPLIT, Place.FREE)]
         ways = [*((name, size / group) for name, size in ways), *gathers]
     try:
-        return min([_bound(slice_, mesh, where, *option) for option in ways]) + slice_.chip.collective_launch_seconds
+        return (
+            min([_bound(slice_, mesh, where, *option, whole_axes) for option in ways])
+            + slice_.chip.collective_launch_seconds
+        )
     except HardwareError:  # no links: the candidate will be refused
         return 0.0
 
@@ -52,27 +59,27 @@ def _equivalent_kinds(kind: str) -> list[str]:
     return [other.name for other in kinds_from(record.takes, record.puts)]
 
 
-def wire_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind: str) -> float:
+def wire_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind: str, whole_axes: bool) -> float:
     """Lower bound on the seconds per byte for which a collective occupies its busiest links.
 
     Args as of `least_seconds`.
     """
     mesh, where, group = _ordered(sizes, axes)
     try:
-        least = min([_wire(slice_, mesh, where, name) for name in _equivalent_kinds(kind)])
+        least = min([_wire(slice_, mesh, where, name, whole_axes) for name in _equivalent_kinds(kind)])
         return least / group if STEP_KINDS[kind].rearranges else least
     except HardwareError:  # no links: the candidate will be refused
         return 0.0
 
 
 @lru_cache(maxsize=1 << 10)
-def overhead_seconds(slice_: Slice, sizes: tuple[int, ...], kind: str) -> float:
+def overhead_seconds(slice_: Slice, sizes: tuple[int, ...], kind: str, whole_axes: bool) -> float:
     """Upper bound on a small collective's time over some axes beyond that on the wire, launch included."""
     most = 0.0
     for count in range(1, len(sizes) + 1):
         for axes in combinations(range(len(sizes)), count):
             mesh, where, _ = _ordered(sizes, axes)
-            for p, size in product(_distinct_placements(slice_, mesh, where), SIZES[:2]):
+            for p, size in product(_distinct_placements(slice_, mesh, where, whole_axes), SIZES[:2]):
                 try:
                     cost = collective_cost(p, kind, [f"a{n}" for n in where], size)
                 except HardwareError:  # no links: the candidate will be refused
@@ -81,26 +88,30 @@ def overhead_seconds(slice_: Slice, sizes: tuple[int, ...], kind: str) -> float:
     return most + slice_.chip.collective_launch_seconds
 
 
-def _bound(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: str, size: float) -> float:
+def _bound(
+    slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: str, size: float, whole_axes: bool
+) -> float:
     """Lower bound from the priced sizes on either side."""
     if size <= 0:
         return 0.0
     below = STEP ** math.floor(math.log(size, STEP))
-    rate = _seconds(slice_, sizes, axes, kind, below * STEP) / (below * STEP)
-    return max(_seconds(slice_, sizes, axes, kind, below), rate * size)
+    rate = _seconds(slice_, sizes, axes, kind, below * STEP, whole_axes) / (below * STEP)
+    return max(_seconds(slice_, sizes, axes, kind, below, whole_axes), rate * size)
 
 
 @lru_cache(maxsize=1 << 16)
-def _seconds(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: str, size: float) -> float:
+def _seconds(
+    slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: str, size: float, whole_axes: bool
+) -> float:
     names = [f"a{n}" for n in axes]
-    placements = _distinct_placements(slice_, sizes, axes)
+    placements = _distinct_placements(slice_, sizes, axes, whole_axes)
     return min((collective_cost(p, kind, names, size).seconds for p in placements), default=0.0)
 
 
 @lru_cache(maxsize=1 << 14)
-def _wire(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: str) -> float:
+def _wire(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: str, whole_axes: bool) -> float:
     least = float("inf")
-    for p in _distinct_placements(slice_, sizes, axes):
+    for p in _distinct_placements(slice_, sizes, axes, whole_axes):
         for size in SIZES:
             cost = collective_cost(p, kind, [f"a{n}" for n in axes], size)
             least = min(least, max((busy for _, busy in cost.busy_seconds), default=0.0) / size)
@@ -108,11 +119,13 @@ def _wire(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: st
 
 
 @lru_cache(maxsize=1 << 14)
-def _distinct_placements(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Placement, ...]:
+def _distinct_placements(
+    slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], whole_axes: bool
+) -> tuple[Placement, ...]:
     """Placements of a mesh of these sizes, one for each distinct mapping of some of its axes, on any torus axes."""
     chosen = [f"a{n}" for n in axes]
     placements: dict[tuple[object, ...], Placement] = {}
-    for p in _all_placements(slice_, sizes):
+    for p in _all_placements(slice_, sizes, whole_axes):
         names: dict[int, int] = {}
         numbers = counter()
         lying = []
@@ -124,8 +137,8 @@ def _distinct_placements(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int,
 
 
 @lru_cache(maxsize=256)
-def _all_placements(slice_: Slice, sizes: tuple[int, ...]) -> tuple[Placement, ...]:
-    return tuple(placements(slice_, {f"a{n}": size for n, size in enumerate(sizes)}))
+def _all_placements(slice_: Slice, sizes: tuple[int, ...], whole_axes: bool) -> tuple[Placement, ...]:
+    return tuple(possible_placements(slice_, {f"a{n}": size for n, size in enumerate(sizes)}, whole_axes, {}))
 
 
 def _ordered(sizes: Sequence[int], axes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], int]:

@@ -120,7 +120,12 @@ class CriticalPath:
             """One collective over these axes, or also over others with pending sums: more devices have more links."""
             return min(
                 least_seconds(
-                    self.splits.slice, self.splits.group, more, KINDS[kind], self.splits.least_bytes(sizes, more)
+                    self.splits.slice,
+                    self.splits.group,
+                    more,
+                    KINDS[kind],
+                    self.splits.least_bytes(sizes, more),
+                    self.splits.compiler.whole_torus_axes,
                 )
                 for more in supersets(range(len(self.splits.axes)), axes)
             )

@@ -288,7 +288,8 @@ class Batch:
         if rate is None:
             rate = np.zeros(len(self.candidates))
             if axes and not self.compiler.offloads(KINDS[kind], self.candidates[0].slice.chip):
-                rate = self._by_machine(lambda where, sizes: wire_seconds(where, sizes, axes, KINDS[kind]))
+                whole = self.compiler.whole_torus_axes
+                rate = self._by_machine(lambda where, sizes: wire_seconds(where, sizes, axes, KINDS[kind], whole))
             self._rates[key] = rate
         return rate
 
@@ -405,6 +406,7 @@ class Batch:
                     again = np.where(same, gathered, again)
                     in_turn = np.where(same, scattered + reduced, in_turn)
                 seconds[number] = np.minimum(seconds[number] + again, in_turn) if number else 0.0
-        most = self._by_machine(lambda where, sizes: overhead_seconds(where, sizes, KINDS[first]))
+        whole = self.compiler.whole_torus_axes
+        most = self._by_machine(lambda where, sizes: overhead_seconds(where, sizes, KINDS[first], whole))
         least = np.array([self._least_bytes(edge.sizes, axes) for axes in subsets])
         return np.where((seconds < most) & (least < THRESHOLD_BYTES), 0.0, seconds)
