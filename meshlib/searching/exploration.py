@@ -38,7 +38,7 @@ POOL = 2  # closer bounds are computed for this many times the candidates needed
 LEADERS = 3  # the best so far, whose neighbours are examined
 PAYS_SECONDS = 0.1  # work in seconds for which forking processes pays off
 AHEAD = 8  # closer bounds per process and batch
-VAIN = 2 * ROUND  # critical paths in a row after which they are not worth their time
+FRUITLESS = 2 * ROUND  # critical paths in a row after which they are not worth their time
 TOGETHER = 512  # candidates bounded together, in batches: those of the least bounds
 Progress = Callable[[int, int, str], object]
 
@@ -99,7 +99,7 @@ class Search:
         self.bare: dict[int, float] = {}  # original bounds of candidates that have closer ones
         self.closer: dict[int, float] = {}  # closer bounds, including those computed in advance
         self.tightened: set[int] = set()  # candidates bounded together
-        self.vain = 0  # critical paths in a row that were no closer than bounds computed together
+        self.fruitless = 0  # critical paths in a row that were no closer than bounds computed together
         self.seen: dict[object, int] = {}
         self.lighter = lighter  # candidate -> same candidates with less recomputation
         self.deferred = False  # whether a candidate was postponed until a lighter one is known
@@ -210,12 +210,12 @@ class Search:
             if self.tightened.issuperset(left[:ROUND]):
                 return
             numbers = [*islice((n for n in left if n not in self.tightened), TOGETHER)]
-            batches: dict[object, list[tuple[int, ...]]] = {}
+            families: dict[object, list[int]] = {}
             for n in numbers:
                 c = self.space[n]
-                own = batches.setdefault((c.choices, c.slice, sum(size > 1 for _, size in c.splits)), [()])
-                own[-1:] = [(*own[-1], n)] if len(own[-1]) < BATCH else [own[-1], (n,)]
-            results = self._task_results("together", [batch for own in batches.values() for batch in own])
+                families.setdefault((c.choices, c.slice, sum(size > 1 for _, size in c.splits)), []).append(n)
+            batches = [tuple(own[at : at + BATCH]) for own in families.values() for at in range(0, len(own), BATCH)]
+            results = self._task_results("together", batches)
             for batch, bounds in results.items():
                 self.tightened.update(batch)
                 for n, bound in zip(batch, bounds, strict=True):
@@ -225,17 +225,22 @@ class Search:
         """True if a candidate could win by its critical path, too; not computed if it has been no closer lately."""
         if self.objective.closer is not None and n not in self.bare:
             self.bare[n] = self.bounds[n]
-            if self.vain < VAIN:
+            if self.fruitless < FRUITLESS:
                 if n not in self.closer:
                     self.closer |= self._task_results("bound", [n])
                 if n in self.tightened:
-                    self.vain = 0 if self.closer[n] > self.bounds[n] else self.vain + 1
+                    self.fruitless = 0 if self.closer[n] > self.bounds[n] else self.fruitless + 1
                 self.bounds[n] = max(self.bounds[n], self.closer[n])
         return self._may_win(n)
 
     def _look_ahead(self, order: Sequence[int], place: int) -> None:
         """With several processes, compute the closer bounds of the candidates that follow in one batch."""
-        if self.objective.closer is None or self.count == 1 or self.vain >= VAIN or order[place] in self.closer:
+        if (
+            self.objective.closer is None
+            or self.count == 1
+            or self.fruitless >= FRUITLESS
+            or order[place] in self.closer
+        ):
             return
         following = (n for n in order[place:] if n not in self.closer and n not in self.outcomes and self._may_win(n))
         self.closer |= self._task_results("bound", [*islice(following, AHEAD * self.count)])
@@ -344,15 +349,11 @@ class Search:
         return self._is_late() and not self._known_left()
 
     def _bound_closely(self, n: int) -> float:
-        problem, closer = self.problems[self.space[n].choices], self.objective.closer
-        assert closer is not None
-        return closer(problem.bounds, self.space[n]) / problem.units
+        return self.problems[self.space[n].choices].closer_bound(self.space[n], self.objective)
 
     def _bound_together(self, batch: Sequence[int]) -> list[float]:
-        """Lower bounds of candidates of the same choices, slice and number of axes."""
-        problem, together = self.problems[self.space[batch[0]].choices], self.objective.together
-        assert together is not None
-        return [bound / problem.units for bound in together(problem.bounds, [self.space[n] for n in batch])]
+        problem = self.problems[self.space[batch[0]].choices]
+        return problem.bounds_together([self.space[n] for n in batch], self.objective)
 
     def _estimate(self, n: int) -> Outcome:
         """Lower and estimate one candidate."""

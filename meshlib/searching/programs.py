@@ -160,6 +160,16 @@ class SearchProblem:
         named = tuple((c.mesh.axis_size(axis), frozenset(dims)) for axis, dims in axes.items())
         return (c.choices, c.slice, named, tuple(shardings))
 
+    def closer_bound(self, c: Candidate, objective: Objective) -> float:
+        """A candidate's closer bound."""
+        assert objective.closer is not None
+        return objective.closer(self.bounds, c) / self.units
+
+    def bounds_together(self, candidates: Sequence[Candidate], objective: Objective) -> list[float]:
+        """Bounds of candidates of one slice and number of axes."""
+        assert objective.together is not None
+        return [bound / self.units for bound in objective.together(self.bounds, candidates)]
+
     def estimated(self, c: Candidate, objective: Objective, bound: float) -> Outcome:
         """Lower and estimate a candidate."""
         try:

@@ -170,15 +170,13 @@ def _remote_estimate(remote: Remote, n: int) -> Outcome:
 
 
 def _remote_bound(remote: Remote, n: int) -> float:
-    problem, closer = remote.problems[remote.space[n].choices], remote.objective.closer
-    assert closer is not None
-    return closer(problem.bounds, remote.space[n]) / problem.units
+    return remote.problems[remote.space[n].choices].closer_bound(remote.space[n], remote.objective)
 
 
 def _remote_bounds(remote: Remote, batch: Sequence[int]) -> list[float]:
-    problem, together = remote.problems[remote.space[batch[0]].choices], remote.objective.together
-    assert together is not None
-    return [bound / problem.units for bound in together(problem.bounds, [remote.space[n] for n in batch])]
+    problem = remote.problems[remote.space[batch[0]].choices]
+    return problem.bounds_together([remote.space[n] for n in batch], remote.objective)
 
 
-REMOTE = {"bound": _remote_bound, "together": _remote_bounds, "estimate": _remote_estimate}
+_Answer: TypeAlias = Callable[[Any, Any], Any]
+REMOTE: Mapping[str, _Answer] = {"bound": _remote_bound, "together": _remote_bounds, "estimate": _remote_estimate}

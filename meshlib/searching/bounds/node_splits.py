@@ -176,7 +176,7 @@ class NodeSplits:
             own = np.array([max(0.0, whole / prod(c.values()) - rounded) + chip.launch_seconds for c in cuts])
             return own, own
         assert node.product is not None
-        unknown = node.smaller or (node.laid and not node.product.is_plain)
+        unknown = node.smaller or (node.laid and node.product.sides_of_factors is None)
         if unknown or chip.peak(node.product.whole.dtype) is None:
             return np.zeros(len(cuts)), np.zeros(len(cuts))
         times = [self._timed(node, node.product, c).seconds(*traffic) for c in cuts]

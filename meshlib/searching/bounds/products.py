@@ -201,7 +201,7 @@ class Contraction:
 
     def factors(self, passages: Passages) -> tuple[SplitFactor, ...] | None:
         """The factors that may split it; None if a factor is no whole part of rows, columns, depth or batch."""
-        op, sides = self.instruction.operation, self._sides
+        op, sides = self.instruction.operation, self.sides_of_factors
         if sides is None:
             return None
         laid = laid_names(x.shape for x in (*op.inputs, *op.outputs))
@@ -217,7 +217,7 @@ class Contraction:
         return tuple(factors)
 
     @cached_property
-    def _sides(self) -> Mapping[int, str] | None:
+    def sides_of_factors(self) -> Mapping[int, str] | None:
         """The side of the product that each factor of more than one element is a part of; None if one is no whole part
         of rows, columns, depth or batch."""
         sides = {}
@@ -245,12 +245,12 @@ class Contraction:
         unless it `rounds` them."""
         if not rounds and any(self._factors[n].size % parts for n, parts in cuts.items()):
             return None
-        if self._sides is None:
+        if self.sides_of_factors is None:
             return self._cut_part(cuts)
         parts_of = {"m": 1, "k": 1, "n": 1, "batch": 1}
         for n, parts in cuts.items():
-            if n in self._sides:
-                parts_of[self._sides[n]] *= parts
+            if n in self.sides_of_factors:
+                parts_of[self.sides_of_factors[n]] *= parts
         m, k, n, batch = (-(-getattr(self._uncut, side) // parts) for side, parts in parts_of.items())
         return replace(self._uncut, m=m, k=k, n=n, batch=batch)
 
@@ -266,11 +266,6 @@ class Contraction:
         assert op.opdef.product is not None
         p = op.opdef.product(tuple(types), result, op.attrs)
         return replace(self.whole, m=p.rows, k=p.contracted, n=p.columns, batch=p.batch)
-
-    @property
-    def is_plain(self) -> bool:
-        """True if each factor is a part of rows, columns, depth or batch."""
-        return self._sides is not None
 
     def timed(self, chip: Chip, physics: Physics, cuts: Mapping[int, int], moves: bool, rounds: bool) -> Timed:
         """One device's part if factors (by number) are cut into these many parts; infinite if sizes do not divide.
