@@ -73,6 +73,7 @@ COMMON: Figures = {
         "copies and small matmuls on v7 take 1.4-1.8 us more than their bytes: AI-Hypercomputer/tpu-recipes "
         "microbenchmarks/ironwood; 1 us of it per operation, the rest per program (assumed)",
     ),
+    "transfer_seconds": (1.2e-6, "from HBM to VMEM or back: the start of one as XLA states it on v5e, v5p, v6e"),
     "collective_launch_seconds": (5e-6, "assumed: between v5e and v7, where it was measured"),
     "pcie_bytes_per_second": (16e9, "each way, v4-v6e: " + _BOOK),
     "peak_int8_flops": (None, "no published integer rate"),
@@ -266,6 +267,7 @@ FIGURES: dict[str, Figures] = {
         "peak_int8_flops": (918e12, _BOOK + "; " + _INFO),
         "peak_fp8_flops": (459e12, _DOCS + "v5p-training"),
         "peak_int4_flops": (1840e12, _INFO),
+        "vector_loop_cycles": (16.0, "what XLA reports for exp and add alone, of each core"),
         "vmem_bytes_per_core": (64 * MIB, _INFO),
         "hbm_bytes": (96 * GIB, "six stacks of 16 GiB, of which 95.74 are offered; 95 GiB: " + _DOCS + "v5p"),
         "hbm_reserved_bytes": (int(0.26 * GIB), "of 96 GiB, 95.74" + _OFFERED),
@@ -337,6 +339,7 @@ FIGURES: dict[str, Figures] = {
         "mxu_columns": (256, _INFO_NOW + ": mxu_column_size"),
         "mxu_efficiency": (0.824, "0.8237 measured at 16384: " + _RECIPES + "ironwood/README.md"),
         "hbm_efficiency": (0.87, "copies of 256 MiB and more: " + _RECIPES + "ironwood/hbm/hbm.md"),
+        "transfer_seconds": (0.75e-6, "half of what a product of 256 takes beyond its rows: " + _RECIPES + "ironwood"),
         "collective_launch_seconds": (
             10e-6,
             "an all_gather of 256 KiB on four chips takes 21.9 us, wire and hops 11 of them; three sizes agree: "
@@ -345,6 +348,7 @@ FIGURES: dict[str, Figures] = {
         ),
         "peak_bf16_flops": (2307e12, _DOCS + "tpu7x"),
         "peak_fp8_flops": (4614e12, _DOCS + "tpu7x"),
+        "vector_loop_cycles": (1.0, "what XLA reports for exp and add alone: copies overlap the loop"),
         "vpu_bf16": (True, "bf16 lanes from v6e on: " + _BOOK),
         "attention_backward_kernels": (
             1,

@@ -108,6 +108,7 @@ class Chip:
     dcn_hop_seconds: float = 10e-6
     pcie_bytes_per_second: float = 16e9
     launch_seconds: float = 1e-6
+    transfer_seconds: float = 1.2e-6
     collective_launch_seconds: float = 5e-6
     usd_per_chip_hour: float | None = None
     tdp_watts: float | None = None
@@ -276,7 +277,7 @@ _RATES = (
     "clock_hz", "mxu_efficiency", "vmem_bandwidth_ratio", "hbm_bytes_per_second", "hbm_efficiency",
     "ici_efficiency", "dcn_efficiency", "dcn_bytes_per_second", "pcie_bytes_per_second",
 )  # fmt: skip
-_LAUNCHES = ("launch_seconds", "collective_launch_seconds")
+_LAUNCHES = ("launch_seconds", "transfer_seconds", "collective_launch_seconds")
 _OPTIONAL = (
     "peak_bf16_flops", "peak_int8_flops", "peak_fp8_flops", "peak_int4_flops", "usd_per_chip_hour", "tdp_watts",
 )  # fmt: skip

@@ -5,7 +5,8 @@ work at once, so the time is that of the slowest, plus a launch; their sum bound
 
 A product [m, k] x [k, n] keeps one operand stationary, in tiles, and streams the other through. Either operand may be
 stationary, and the MXUs of a device split tiles or rows; the fastest of these is assumed. A tile costs at least as many
-cycles as the array has rows, a ragged tile as many as a whole one.
+cycles as its weights need to shift in: as the array has rows, or as the operand, along the dim contracted or the other,
+if that is less. Other ragged tiles cost as much as whole ones.
 
 A convolution is one product per tap of its window. Assumed: taps of the last dim share the array where channels leave
 rows of it free (3 of 128 in the first layer of an image network); groups of channels share it along its diagonal, as
@@ -227,13 +228,19 @@ def matmul_cycles(chip: Chip, product: Matmul) -> int:
             streamed *= max(1, shared)
             tiles = slices * array.tiles(depth, held * max(1, shared))
         tiles *= -(-product.batch // max(1, shared))
+        load = min(array.rows, *(_whole_rows(chip, size * max(1, shared)) for size in (depth, held)))
         for groups in (g for g in range(1, units + 1) if units % g == 0):
             # tiles are split among groups of MXUs, rows among the MXUs of a group
             rows = -(-streamed // (units // groups))
-            rows = -(-rows // chip.vpu_sublanes) * chip.vpu_sublanes
+            rows = _whole_rows(chip, rows)
             share = -(-tiles // groups)
-            best = min(best, (share - 1) * max(rows, array.rows) + rows)
+            best = min(best, (share - 1) * max(rows, load) + rows)
     return int(best) + _fill_cycles(chip)
+
+
+def _whole_rows(chip: Chip, rows: int) -> int:
+    """Rows rounded up to whole registers."""
+    return -(-rows // chip.vpu_sublanes) * chip.vpu_sublanes
 
 
 def _fill_cycles(chip: Chip) -> int:

@@ -100,11 +100,24 @@ def densest_bytes(shape: tuple[int, ...], itemsize: float = 4) -> int:
     sizes = wholes("shape", shape)
     if len(sizes) < 2 or 0 in sizes:
         return padded_bytes(sizes, itemsize)
-    columns = [-(-size // LANES) * LANES for size in sizes]
-    rows = [padded_shape((size, 1), itemsize)[0] for size in sizes]
-    count = math.prod(sizes)
-    pairs = ((s, m) for m in range(len(sizes)) for s in range(len(sizes)) if s != m)
-    return math.ceil(min(count // (sizes[s] * sizes[m]) * rows[s] * columns[m] for s, m in pairs) * itemsize)
+    second, minor = tiled_dims(shape, itemsize)
+    major = math.prod(size for n, size in enumerate(sizes) if n not in (second, minor))
+    return major * padded_bytes((sizes[second], sizes[minor]), itemsize)
+
+
+@lru_cache(maxsize=1 << 16)
+def tiled_dims(shape: tuple[int, ...], itemsize: float = 4) -> tuple[int, int]:
+    """The two dims, second-minor and minor, that are tiled in an array's densest layout; the last ones of equals.
+
+    Example:
+      >>> tiled_dims((64, 40, 33)), tiled_dims((256, 24, 640)), tiled_dims((2, 268, 640), 2)
+      ((1, 0), (1, 2), (0, 2))
+    """
+    columns = [-(-size // LANES) * LANES for size in shape]
+    rows = [padded_shape((size, 1), itemsize)[0] for size in shape]
+    dims = range(len(shape) - 1, -1, -1)
+    pairs = [(s, m) for m in dims for s in dims if s != m]
+    return min(pairs, key=lambda pair: rows[pair[0]] * columns[pair[1]] / (shape[pair[0]] * shape[pair[1]]))
 
 
 def hbm_seconds(chip: Chip, size_bytes: float) -> float:

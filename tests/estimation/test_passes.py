@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshlib as mtf
-from hardware import CHIPS
+from hardware import CHIPS, Matmul
+from hardware.core import matmul_cycles
+from hardware.memory import hbm_seconds
 from hardware.slices import Slice
 from meshlib.estimation import Physics, Row
 from meshlib.validation.micro import priced
@@ -108,11 +110,11 @@ def test_streams_of_benchmarks_have_no_passes():
     assert found.predicted_seconds == pytest.approx(found.measured_seconds, rel=0.1)
 
 
-def product(batch: int, m: int, k: int, n: int, dtype: str) -> Row:
+def product(batch: int, m: int, k: int, n: int, dtype: str, chip: str = "v5e-1") -> Row:
     dims = [D("batch", batch)] if batch > 1 else []
     left, right = [*dims, D("m", m), D("k", k)], [*dims, D("k", k), D("n", n)]
     result = [*dims, D("m", m), D("n", n)]
-    return alone(lambda: mtf.einsum([mtf.input("x", left, dtype), mtf.input("w", right, dtype)], result))
+    return alone(lambda: mtf.einsum([mtf.input("x", left, dtype), mtf.input("w", right, dtype)], result), chip)
 
 
 @pytest.mark.parametrize(
@@ -140,12 +142,41 @@ def test_a_product_overlaps_as_it_outlasts_its_traffic():
     assert [row.seconds for row in rows] == sorted(row.seconds for row in rows)
 
 
-@pytest.mark.parametrize("chip", ["v5e-1", "v6e-1", "v7-2x2x1"])
-def test_a_product_is_launched_in_as_many_cycles_on_every_chip(chip):
-    name = chip.split("-")[0]
-    m, k, n = D("m", 8), D("k", 128), D("n", 128)
-    row = alone(lambda: mtf.einsum([mtf.input("x", [m, k]), mtf.input("w", [k, n])], [m, n]), chip)
-    assert row.launch_seconds * CHIPS[name].clock_hz == pytest.approx(2200)
+@pytest.mark.parametrize(("chip", "microseconds"), [("v5e-1", 2.64), ("v5p-2x2x1", 2.58), ("v6e-1", 2.63)])
+def test_the_smallest_product_waits_for_two_transfers(chip, microseconds):
+    """[40, 40] x [40, 128] in bfloat16, by libtpu 0.0.42.1."""
+    assert product(1, 40, 40, 128, "bfloat16", chip).seconds * 1e6 + 0.5 == pytest.approx(microseconds, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("chip", "batch", "m", "k", "n", "microseconds"),
+    [  # cycles that libtpu 0.0.42.1 reports, over the clock: in bfloat16, with the batch in the lanes of all arrays
+        ("v5e-1", 256, 24, 448, 728, 1933.0),
+        ("v5e-1", 128, 256, 664, 400, 966.0),
+        ("v5e-1", 256, 12, 60, 627, 146.9),
+        ("v5e-1", 128, 328, 56, 16, 37.0),
+        ("v6e-1", 256, 24, 448, 728, 1157.0),
+        ("v5p-2x2x1", 256, 24, 448, 728, 763.0),
+        ("v5p-2x2x1", 128, 256, 664, 400, 364.7),
+    ],
+)
+def test_batches_in_the_lanes_leave_them(chip, batch, m, k, n, microseconds):
+    assert product(batch, m, k, n, "bfloat16", chip).seconds * 1e6 == pytest.approx(microseconds, rel=0.16)
+
+
+@given(st.integers(2, 300), *[st.integers(1, 4).map(lambda n: 128 * n)] * 3)
+@settings(max_examples=draws(10, 200))
+def test_matrices_of_whole_tiles_stay_as_they_are(batch, m, k, n):
+    row = product(batch, m, k, n, "float32")
+    assert row.traffic_bytes == 4 * batch * (m * k + k * n + m * n)
+    assert row.hbm_seconds == pytest.approx(hbm_seconds(CHIPS["v5e"], row.traffic_bytes))
+
+
+@pytest.mark.parametrize(("batch", "m", "k", "n", "cycles"), [(128, 16, 821, 16, 3840), (64, 40, 33, 25, 768)])
+def test_small_matrices_of_a_batch_load_only_their_rows(batch, m, k, n, cycles):
+    """Cycles of the product, beside copies, that libtpu 0.0.42.1 reports for v5e."""
+    fill = matmul_cycles(CHIPS["v5e"], Matmul(8, 8, 8)) - 8
+    assert matmul_cycles(CHIPS["v5e"], Matmul(m, k, n, batch)) - fill == pytest.approx(cycles, rel=0.2)
 
 
 def gathered(rows: int, table: int, width: int) -> Row:

@@ -43,9 +43,10 @@ from hardware.core import Matmul, Time, Work, time_of
 from hardware.memory import hbm_seconds, vmem_bytes
 from hardware.vpu import vpu_seconds
 from meshlib.estimation.time.physics import Physics
-from meshlib.estimation.work.kernel_passes import Passes, idle_seconds, product_launch_seconds, summed_block_bytes
+from meshlib.estimation.work.kernel_passes import Passes, idle_seconds, summed_block_bytes
 from meshlib.estimation.work.kernels import Kernel
 from meshlib.estimation.work.products import Attention
+from meshlib.estimation.work.relayouts import product_launch_seconds
 from meshlib.estimation.work.vmem_reuse import finds_operand, found_bytes, kept_bytes
 
 SCOPED_BYTES = 16 << 20  # the compiler's default: xla_tpu_scoped_vmem_limit_kib (from memory)
@@ -170,20 +171,31 @@ class Times:
 
     def _alone(self, kernel: Kernel, passes: Passes, time: KernelTime) -> KernelTime:
         """Time of a program's only kernel: launches of its passes, and the parts that do not overlap."""
-        share = self.physics.lone_passes
         if time.mxu_seconds:
-            ((product, sizes),) = kernel.matmuls
-            spread = passes.block_bytes if self.chip.vpu_bf16 else 0
-            traffic = time.hbm_seconds - hbm_seconds(self.chip, share * spread)
-            bare = idle_seconds(self.chip, product, sizes, time.mxu_seconds, traffic)
-            exposed = max(time.exposed_seconds, share * bare)
-            return time._replace(launch_seconds=product_launch_seconds(self.chip), exposed_seconds=exposed)
+            return self._product_alone(*kernel.matmuls[0], passes, time)
+        share = self.physics.lone_passes
         launch = time.launch_seconds * passes.launches
         loop = share * passes.loop_seconds(self.chip, time.traffic_bytes)
         if loop == 0:
             return time._replace(launch_seconds=launch)
         vpu = max(time.vpu_seconds, loop)
         return time._replace(launch_seconds=launch, vpu_seconds=vpu, exposed_seconds=time.hbm_seconds)
+
+    def _product_alone(
+        self, product: Matmul, sizes: tuple[float, float], passes: Passes, time: KernelTime
+    ) -> KernelTime:
+        """Time of a product that is a program, with its relayouts."""
+        chip, share, copies = self.chip, self.physics.lone_passes, passes.relayouts
+        spared_bytes = share * sum(copy.copied_bytes for copy in copies if copy.is_held(chip))
+        hbm = max(0.0, time.hbm_seconds - hbm_seconds(chip, spared_bytes))
+        spread_bytes = share * passes.block_bytes if chip.vpu_bf16 else 0.0
+        bare = idle_seconds(chip, product, sizes, time.mxu_seconds, max(0.0, hbm - hbm_seconds(chip, spread_bytes)))
+        around = share * sum(copy.seconds(chip) for copy in copies)
+        return time._replace(
+            hbm_seconds=hbm + around,
+            launch_seconds=product_launch_seconds(chip, copies),
+            exposed_seconds=max(time.exposed_seconds, share * bare) + around,
+        )
 
     def in_step_seconds(self, products: Sequence[Matmul], seconds: float) -> float:
         """Seconds of products among other kernels that take `seconds` alone."""

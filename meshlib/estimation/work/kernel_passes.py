@@ -8,19 +8,20 @@ A pass keeps a float32 block of its intermediate: a reduction accumulates one as
 result is rounded from one. These blocks count like operands.
 
 A pass of one instruction is no fusion. Where its operands exceed a window, its loop over registers of 8 x 128 does not
-overlap with the copies of the next window (`Chip.vector_loop_cycles` each).
+overlap with the copies of the next window (`Chip.vector_loop_cycles` each). Each core has windows of its own; blocks of
+results that a chip computes in bfloat16 take no part of them.
 
 A product starts when half of an operand that stays in VMEM has arrived. It overlaps with its traffic for no longer than
 it outlasts that: where traffic takes longer, compilers add up the two. A result's float32 block is part of this sum
-before v6e; a product of 1,024 rows on v7 would take 17 % longer with it than measured. The launch of a product is work
-of the core: the same cycles on every chip as on the one where it was measured.
+before v6e; a product of 1,024 rows on v7 would take 17 % longer with it than measured. Its launch is the start of its
+first and of its last transfer; where operands or the result change their layout, see `relayouts`.
 
 Scope: programs of one group, which compilers estimate. Measured training steps, which pipeline their groups, show none
 of these costs (`meshlib.estimation.time.physics`); their groups are priced by the values that cross their boundaries.
 
 Sources: fusions and cycles that XLA for TPUs reports for softmax, norms, reductions, casts, element-wise operations and
 products alone, on v4, v5e, v5p and v6e; the names of these fusions (`convert_reduce_fusion`, `multiply_reduce_fusion`,
-`add_rsqrt_fusion`) in profiles. Launch: `hardware.chip_figures`.
+`add_rsqrt_fusion`) in profiles.
 """
 
 from __future__ import annotations
@@ -30,17 +31,16 @@ from dataclasses import dataclass
 
 from hardware.chips import Chip
 from hardware.core import Matmul, strength_reduced
-from hardware.memory import LANES, SUBLANES, hbm_seconds, vmem_bytes
+from hardware.memory import LANES, hbm_seconds, vmem_bytes
 from meshlib.core.opdef import Kind, Summary
 from meshlib.estimation.work.hbm_traffic import row_looked_up
 from meshlib.estimation.work.products import is_matmul
+from meshlib.estimation.work.relayouts import REGISTER_BYTES, Relayout, relayouts_of
 from meshlib.estimation.work.stored_values import Stored
 from meshlib.estimation.work.tiles import tiled_bytes
 from meshlib.program.instructions import Compute, Instruction, Value
 
-LAUNCH_CLOCK_HZ = 2.2e9  # of v7, where launches were measured
 WINDOW_BYTES = 10 << 20  # operands, result and float32 block of one window: measured cycles change at this size
-_REGISTER_BYTES = 4 * SUBLANES * LANES
 _BLOCK_ITEMSIZE = 4
 
 
@@ -53,16 +53,21 @@ class Passes:
       sweeps: re-reads of the operands after the first pass.
       block_bytes: float32 blocks of all passes, in whole tiles.
       registers: float32 registers of the first pass, if that is a single instruction; else 0.
+      rounded_bytes: blocks from which narrower results are rounded.
+      relayouts: copies around a product.
     """
 
     launches: int
     sweeps: int
     block_bytes: int
     registers: int
+    rounded_bytes: int = 0
+    relayouts: tuple[Relayout, ...] = ()
 
     def loop_seconds(self, chip: Chip, traffic_bytes: float) -> float:
         """Loop seconds of a single instruction that do not overlap with copies, if it exceeds a window."""
-        if traffic_bytes <= WINDOW_BYTES:
+        windowed = traffic_bytes - (self.rounded_bytes if chip.vpu_bf16 else 0)
+        if windowed <= WINDOW_BYTES * chip.cores_per_device:
             return 0.0
         return self.registers * chip.vector_loop_cycles / (chip.clock_hz * chip.cores_per_device)
 
@@ -75,14 +80,15 @@ def passes_of(members: Sequence[Instruction], stored: Stored) -> Passes:
     sweeping = [i for i in computed if 2 * _extent(i) > rows]
     statistics = {level[i] for i in computed if level[i] and 2 * _extent(i) <= rows}
     sweeps = 0 if any(map(is_matmul, computed)) else max(0, len({level[i] for i in sweeping}) - 1)
-    rounded = (y for i in sweeping for y in i.outputs if _is_rounded(i, y, stored))
-    block_bytes = _accumulator_bytes(computed, level) + sum(map(_block_bytes, rounded))
+    rounded = sum(_block_bytes(y) for i in sweeping for y in i.outputs if _is_rounded(i, y, stored))
+    block_bytes = _accumulator_bytes(computed, level) + rounded
     running = [(n, i.outputs[0]) for i in sweeping if (n := _running_passes(i))]
     block_bytes += sum(2 * n * _block_bytes(y) for n, y in running)  # passed on between passes
     anew = [v for i in computed for v in _laid_out_anew(i)]
     block_bytes += sum(map(_block_bytes, anew))
     launches = 1 + sweeps + len(statistics) + sum(n for n, _ in running) + len(anew)
-    return Passes(launches, sweeps, block_bytes, _registers(sweeping, level, rows))
+    relayouts = tuple(copy for i in filter(is_matmul, computed) for copy in relayouts_of(i, stored))
+    return Passes(launches, sweeps, block_bytes, _registers(sweeping, level, rows), rounded, relayouts)
 
 
 def _accumulator_bytes(computed: Sequence[Compute], level: dict[Compute, int]) -> int:
@@ -92,11 +98,6 @@ def _accumulator_bytes(computed: Sequence[Compute], level: dict[Compute, int]) -
         if _reduces(i):
             blocks[level[i]] = max(blocks.get(level[i], 0), _block_bytes(i.inputs[0]))
     return sum(blocks.values())
-
-
-def product_launch_seconds(chip: Chip) -> float:
-    """Launch of a product: a fixed number of core cycles."""
-    return chip.launch_seconds * LAUNCH_CLOCK_HZ / chip.clock_hz
 
 
 def idle_seconds(
@@ -145,7 +146,7 @@ def _registers(sweeping: Sequence[Compute], level: dict[Compute, int], rows: int
     if any(2 * x.local_size <= rows for x in only.inputs):  # a broadcast operand makes it a fusion
         return 0
     values = only.outputs if only.operation.opdef.reads_part else (*only.inputs, *only.outputs)
-    return max(map(_block_bytes, values)) // _REGISTER_BYTES
+    return max(map(_block_bytes, values)) // REGISTER_BYTES
 
 
 def _is_plain(i: Compute) -> bool:
