@@ -75,15 +75,13 @@ def padded(array: Array) -> int:
 
 
 def cycles(m: int, k: int, n: int, mxus: int) -> int:
-    """Either operand held in tiles of 128 x 128, the other streams in rows of 8; MXUs share tiles or rows. A tile is
-    loaded in as many cycles as it has rows or columns, whichever are fewer."""
+    """Either operand held in tiles of 128 x 128, the other streams in rows of 8; MXUs share tiles or rows."""
     ways = []
     for held, streamed in ((n, m), (m, n)):
-        load = min(128, *(math.ceil(size / 8) * 8 for size in (k, held)))
         count = math.ceil(k / 128) * math.ceil(held / 128)
-        ways.append((math.ceil(count / mxus), math.ceil(streamed / 8) * 8, load))
-        ways.append((count, math.ceil(math.ceil(streamed / mxus) / 8) * 8, load))
-    return min((count - 1) * max(rows, load) + rows + 382 for count, rows, load in ways)
+        ways.append((math.ceil(count / mxus), math.ceil(streamed / 8) * 8))
+        ways.append((count, math.ceil(math.ceil(streamed / mxus) / 8) * 8))
+    return min((count - 1) * max(rows, 128) + rows + 382 for count, rows in ways)
 
 
 def groups(rows: int, cols: int) -> dict[str, Group]:

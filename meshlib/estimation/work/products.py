@@ -70,7 +70,8 @@ def is_matmul(i: Instruction) -> TypeGuard[Compute]:
     return isinstance(i, Compute) and i.operation.opdef.kind is Kind.CONTRACTION
 
 
-def _product_of(i: Compute) -> Product:
+def product_of(i: Compute) -> Product:
+    """The sizes of a contraction on one device."""
     of = i.operation.opdef.product
     assert of is not None
     return of(*local_types(i), i.operation.attrs)
@@ -79,12 +80,12 @@ def _product_of(i: Compute) -> Product:
 def rows_first(product: Compute) -> tuple[Value, Value]:
     """The operands of a product, that of its rows first."""
     first, second = product.inputs[:2]
-    return (second, first) if _product_of(product).swapped else (first, second)
+    return (second, first) if product_of(product).swapped else (first, second)
 
 
 def matmul_of(program: Program, instruction: Compute) -> Matmul:
     """The matrix products of a contraction on one device."""
-    p, op = _product_of(instruction), instruction.operation
+    p, op = product_of(instruction), instruction.operation
     passes = 1
     if attributes(program, op).get("precision") == "highest":
         once = op.opdef.work(*local_types(instruction), {**op.attrs, "precision": "default"}).mxu_flops
@@ -129,7 +130,7 @@ def in_ragged_tiles(matmul: Matmul, product: Compute, width: int) -> Matmul:
 
 def looked_up_registers(product: Compute) -> int:
     """Registers of the rows that a grouped product with ones selects, or adds up, such as biases; 0 for others."""
-    p = _product_of(product)
+    p = product_of(product)
     rows = p.contracted if p.groups_summed else p.rows
     if "filled" not in product.operation.attrs or (p.rows if p.groups_summed else p.contracted) > 1:
         return 0

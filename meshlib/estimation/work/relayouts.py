@@ -21,6 +21,7 @@ from math import prod
 from hardware.chips import Chip
 from hardware.memory import LANES, SUBLANES, hbm_seconds, tiled_dims, vmem_bytes
 from meshlib.core.compiler import XLA_TPU
+from meshlib.estimation.work.products import product_of
 from meshlib.estimation.work.stored_values import Stored
 from meshlib.estimation.work.tiles import tiled_bytes
 from meshlib.program.instructions import Compute
@@ -58,10 +59,10 @@ class Relayout:
 
 
 def relayouts_of(product: Compute, stored: Stored) -> Iterator[Relayout]:
-    """The relayouts of a product's operands and result."""
+    """The relayouts of a product's operands and result; none are known of windows."""
     values = (*product.inputs[:2], *product.outputs)
     batch = set.intersection(*(set(v.local_shape.names) for v in values))
-    for v in values if batch else ():
+    for v in values if batch and product_of(product).taps == 1 else ():
         names, sizes = v.local_shape.names, v.local_shape.sizes
         matrix = tuple(d.size for d in v.local_shape if d.name not in batch)
         if len(matrix) < 2:
