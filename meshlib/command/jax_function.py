@@ -7,6 +7,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import meshlib.jax as real
@@ -15,6 +16,7 @@ from layouts.checking import some
 from meshlib.core.errors import GraphError, nearest
 from meshlib.core.graph import Graph, Operation
 from meshlib.core.replay import all_operations
+from meshlib.core.source_lines import written_at
 from meshlib.core.text import grid
 from meshlib.optimize import AdamOptimizer, SgdOptimizer
 
@@ -122,15 +124,22 @@ def builder(
     names, optimizer = names_of(args.names or ()), args.optimizer
 
     def build(**settings: Any) -> tuple[Any, Sequence[Operation]]:
-        graph = imported(function, given(), names, settings)
-        first = next(iter(graph.outputs.values()))
-        if optimizer == "none" or len(first.shape) or not first.dtype.is_float or not graph.variables:
-            return graph.outputs, []
-        with graph:
-            how = AdamOptimizer(1e-3) if optimizer == "adam" else SgdOptimizer(0.1)
-            return graph.outputs, how.minimize(graph.loss)
+        with written_at(_line_of(function)):  # of arguments and slots; operations have lines of their own
+            graph = imported(function, given(), names, settings)
+            first = next(iter(graph.outputs.values()))
+            if optimizer == "none" or len(first.shape) or not first.dtype.is_float or not graph.variables:
+                return graph.outputs, []
+            with graph:
+                how = AdamOptimizer(1e-3) if optimizer == "adam" else SgdOptimizer(0.1)
+                return graph.outputs, how.minimize(graph.loss)
 
     return build
+
+
+def _line_of(function: Callable[..., Any]) -> str:
+    """The first line of a function, which a decorator may have wrapped; its name if it has none."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else type(function).__name__
 
 
 def imported(

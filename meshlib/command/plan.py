@@ -18,7 +18,7 @@ from meshlib.command.subject import Subject, completed_layouts
 from meshlib.core.errors import GraphError, MeshlibError
 from meshlib.core.graph import FORWARD
 from meshlib.core.slices import assumed_figures
-from meshlib.core.text import bytes_text, count_text, ending, grid, seconds_text, usd_text, width, wrapped
+from meshlib.core.text import PRICED, bytes_text, count_text, ending, grid, seconds_text, usd_text, width, wrapped
 from meshlib.estimation import Estimate, HostInput, estimate
 from meshlib.estimation.memory.remedies import Remedy
 from meshlib.estimation.views.rows import Row, names_of_forward
@@ -220,7 +220,7 @@ def _price(subject: Subject, est: Estimate) -> str:
     if subject.counted is None:
         return f", {usd_text(est.usd(1000))}* a thousand steps"
     number, what = subject.counted
-    size, many = (1e9, "a billion") if what == "tokens" else (1e6, "a million")
+    size, many = PRICED[what]
     return f", {usd_text(est.usd() / number * size)}* {many} {what}"
 
 

@@ -87,6 +87,7 @@ def clipped(text: str, letters: int = 200) -> str:
 
 
 _width: ContextVar[int | None] = ContextVar("width", default=None)
+PRICED = {"tokens": (1e9, "a billion"), "images": (1e6, "a million")}  # how many of them a price is of
 LEAST, LEGIBLE = 10, 22  # least width of a column, and the width below which a narrow table drops columns
 USUAL = 80
 

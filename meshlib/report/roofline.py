@@ -23,6 +23,8 @@ def roofline(est: Estimate, anchors: PageAnchors) -> str:
         f"Each disc is a product; its area is its share of time ≈. Right of {text(f'{ridge:.0f}')} flops per byte the "
         "MXU is the limit, left of it HBM. Flops and bytes are exact, rates modelled."
     )
+    if any(p.flops_per_second > p.attainable_flops_per_second for p in est.roofline()):
+        caption += paragraph("Above the roof: operands that are still in VMEM, or prefetched during earlier kernels.")
     return section("roofline", "Roofline of operations", caption, picture)
 
 

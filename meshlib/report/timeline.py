@@ -122,7 +122,9 @@ def layers_of(schedule: StepSchedule) -> list[RepeatedPart]:
             first = run.first + run.length * (run.times // 2)
             begin, end = (min(e.start for e in events[n : n + run.length]) for n in (first, first + run.length))
             if run.times * (end - begin) >= WORTH * schedule.seconds:
-                name = f"{events[first].name} to {events[first + run.length - 1].name}, {events[first].region}"
+                own = events[first : first + run.length]
+                regions = " and ".join(sorted({e.region for e in own}))
+                name = f"{own[0].name} to {own[-1].name}, {regions}"
                 parts.append(RepeatedPart(name, run.times, begin, end - begin))
     return parts[:MOST_LOOPS]
 

@@ -174,7 +174,7 @@ def _axes(est: Estimate, sent: dict[str, float]) -> str:
         for name in est.program.mesh.axes
     ]  # fmt: skip
     return table(
-        ("mesh axis", f"size {EXACT}", "placed on", f"sent by a device in a step {EXACT}"),
+        ("mesh axis", f"size {EXACT}", "placed on", f"sent in a step {EXACT}"),
         rows,
         right=(1, 3),
         long=(2,),

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from meshlib.core.slices import assumed_figures
-from meshlib.core.text import bytes_text, count_text, seconds_text, usd_text
+from meshlib.core.text import PRICED, bytes_text, count_text, seconds_text, usd_text
 from meshlib.estimation import Estimate
+from meshlib.estimation.views.whole_run import sizes_of
 from meshlib.program.analysis.memory import KINDS
 from meshlib.report.markup import EXACT, MODELLED, table, tag, text
 
 
-def tokens_of(est: Estimate) -> int | None:
-    """Tokens per step: batch times length of the inputs that have both dims; None without such an input."""
-    for value in est.program.inputs.values():
-        sizes = {dim.name: dim.size for dim in value.tensor.shape.dims}
-        if "batch" in sizes and "length" in sizes:
-            return sizes["batch"] * sizes["length"]
-    return None
+def counted(est: Estimate) -> tuple[int, str] | None:
+    """(count, "tokens" or "images") per step, from the inputs' dims "batch" and "length", or "height" and "width"."""
+    examples, length = sizes_of(est.program)
+    if examples and length:
+        return examples * length, "tokens"
+    pictures = any({"height", "width"} <= {*v.tensor.shape.names} for v in est.program.inputs.values())
+    return (examples, "images") if examples and pictures else None
 
 
 def headline(est: Estimate) -> str:
@@ -60,7 +61,7 @@ def _cards(est: Estimate) -> list[tuple[str, str, str, str]]:
         ("waits for collectives", waits, sent, "#collectives"),
     ]
     if est.slice.usd_per_hour is not None:
-        price = f"for 1,000 steps at {usd_text(est.slice.usd_per_hour)} an hour{_token_cost(est)}"
+        price = f"for 1,000 steps at {usd_text(est.slice.usd_per_hour)} an hour{_price_of_work(est)}"
         cards.append(("cost", f"{text(usd_text(est.usd(1000)))} {MODELLED}", price, "#about"))
     return cards
 
@@ -70,14 +71,17 @@ def _of_peak(est: Estimate) -> str:
 
 
 def _rate(est: Estimate) -> str:
-    tokens = tokens_of(est)
     between = f"between {seconds_text(est.lower_seconds)} and {seconds_text(est.upper_seconds)}"
-    return f"{count_text(tokens / est.step_seconds)} tokens/s; {between}" if tokens and est.step_seconds else between
+    if (work := counted(est)) is None or not est.step_seconds:
+        return between
+    return f"{count_text(work[0] / est.step_seconds)} {work[1]}/s; {between}"
 
 
-def _token_cost(est: Estimate) -> str:
-    tokens = tokens_of(est)
-    return f", {usd_text(est.usd() / tokens * 1e9)} a billion tokens" if tokens else ""
+def _price_of_work(est: Estimate) -> str:
+    if (work := counted(est)) is None:
+        return ""
+    size, many = PRICED[work[1]]
+    return f", {usd_text(est.usd() / work[0] * size)} {many} {work[1]}"
 
 
 def _bar(est: Estimate) -> str:

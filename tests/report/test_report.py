@@ -40,6 +40,16 @@ def estimate_of(layers: int = 4) -> mtf.Estimate:
 
 
 @cache
+def of_images() -> mtf.Estimate:
+    """A small ResNet on four planes of chips: unrolled blocks, merged collectives."""
+    config = mtf.models.image_preset("resnet-18").replace(height=64, width=64, classes=16)
+    with mtf.Graph():
+        outputs, updates = mtf.models.image_step(config, 256, mtf.optimize.MomentumOptimizer(0.1))
+        program = mtf.lower(outputs, updates, mesh="data:64", layout="batch:data")
+    return mtf.estimate(program, "v5p-128")
+
+
+@cache
 def pipeline_of(schedule: str) -> mtf.Estimate:
     """A Transformer in four stages on four chips, trained in eight microbatches."""
     config = mtf.models.preset("llama3.1-8b").replace(
@@ -108,6 +118,14 @@ def test_names_are_escaped():
         program = mtf.lower({"y": mtf.reduce_sum(x)}, mesh="a:8", layout="batch:a")
     html = page(mtf.estimate(program, "v5e-8"), "<script>alert(1)</script>")
     assert "<script>alert" not in html
+
+
+@pytest.mark.parametrize(("est", "rate"), [(estimate_of, r"[\d.]+ [kM] tokens/s"), (of_images, r"[\d.]+ [kM] images/s")])
+def test_cards_count_what_a_step_works_on(est, rate):
+    html = page(est())
+    assert re.search(rate, html)
+    assert re.search(r"\$[\d.]+ a (billion tokens|million images)", html)
+    assert not re.search(r"more and \d+ more", html)
 
 
 @pytest.mark.parametrize("path", [None, "", 3])
@@ -341,6 +359,13 @@ def test_in_a_browser_nothing_overflows_and_nothing_complains(chromium, file, wi
     assert chromium.evaluate(CONTRAST) > 4.5
     background = chromium.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (background != "rgb(255, 255, 255)") == dark
+
+
+def test_a_table_beside_four_planes_is_whole(chromium, tmp_path):
+    path = tmp_path / "plan.html"
+    path.write_text(page(of_images()))
+    chromium.open(path, 1400)
+    assert chromium.evaluate(OUTSIDE) == []
 
 
 def test_on_paper_nothing_is_cut_off(chromium, file):

@@ -135,8 +135,9 @@ def _merged(members: Sequence[Unit], network: Network) -> Unit:
         sum(m.payload_bytes for m in moves),
         sum(m.sent_bytes for m in moves),
         sum(m.larger_bytes for m in moves),
-        f"{first.name} and {len(moves) - 1} more",
+        first.tensor,
         first.reason,
+        sum(m.tensors for m in moves),
     )
     return replace(
         members[0],

@@ -36,7 +36,7 @@ class Communication:
       kind, axes: the collective and its mesh axes; group: devices that take part.
       payload_bytes: operand on one device; sent_bytes: bytes sent by a device on a ring (busiest sender). Exact.
       larger_bytes: the larger of operand and result, by which the network is priced.
-      tensor, reason: the tensor sent, and the cause.
+      tensor, tensors, reason: the first tensor sent, how many are sent together, and the cause.
     """
 
     kind: str
@@ -45,8 +45,14 @@ class Communication:
     payload_bytes: int
     sent_bytes: float
     larger_bytes: int
-    name: str
+    tensor: str
     reason: str
+    tensors: int = 1
+
+    @property
+    def name(self) -> str:
+        """The first tensor sent, and how many others."""
+        return self.tensor if self.tensors == 1 else f"{self.tensor} and {self.tensors - 1} more"
 
 
 # Instruction -> the collectives that a compiler sends for it.
@@ -60,20 +66,18 @@ def moves_of(program: Program, instruction: Instruction) -> tuple[Communication,
         return ()
     if not instruction.is_collective:
         return tuple(_move(mesh, (t,), instruction.operation.name) for t in transfers)
-    name = instruction.inputs[0].tensor.name
-    if len(transfers) > 1:
-        name += f" and {len(transfers) - 1} more"
-    return (_move(mesh, transfers, name),)
+    return (_move(mesh, transfers, instruction.inputs[0].tensor.name),)
 
 
-def _move(mesh: Mesh, transfers: Sequence[Transfer], name: str) -> Communication:
+def _move(mesh: Mesh, transfers: Sequence[Transfer], tensor: str) -> Communication:
     """The collective of one launch."""
     first = transfers[0].sent
     group = mesh.group_size(first.axes)
     payload = sum(t.sent.payload_bytes for t in transfers)
     larger = STEP_KINDS[first.kind].larger_bytes(payload, group)
     sent = sum(t.sent.sent_bytes for t in transfers)
-    return Communication(first.kind, first.axes, group, payload, sent, larger, name, transfers[0].reason.why)
+    reason = transfers[0].reason.why
+    return Communication(first.kind, first.axes, group, payload, sent, larger, tensor, reason, len(transfers))
 
 
 def all_moves(program: Program) -> Iterator[tuple[Communication, int]]:
