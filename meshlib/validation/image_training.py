@@ -19,7 +19,7 @@ from meshlib.core.compiler import XLA_TPU, Compiler
 from meshlib.core.graph import Graph
 from meshlib.core.source_lines import written_at
 from meshlib.estimation import Estimate, Physics, estimate
-from meshlib.lowering import Program, lower
+from meshlib.lowering import Program, Session
 from meshlib.models.images.resnet import ResNetConfig
 from meshlib.models.images.step import image_evaluation, image_step
 from meshlib.optimize import LarsOptimizer, MomentumOptimizer
@@ -101,11 +101,16 @@ def _lowered(
     config: ResNetConfig, replicas: int, batch: int, optimizer: str, cores: int, compiler: Compiler
 ) -> Program:
     """The program of a device, shared by all chips on which a replica has that many cores."""
+    layout = f"{REPLICAS}:{REPLICAS}" + (f";batch:{GROUP}" if cores > 1 else "")
+    return _session(config, replicas, batch, optimizer).lower(_mesh(replicas, cores), layout, compiler=compiler)
+
+
+@lru_cache(maxsize=16)
+def _session(config: ResNetConfig, replicas: int, batch: int, optimizer: str) -> Session:
+    """The lowerings of a program on replicas of any number of cores."""
     dims = Dimension(REPLICAS, replicas), Dimension("batch", batch)
-    mesh, layout = _mesh(replicas, cores), f"{REPLICAS}:{REPLICAS}" + (f";batch:{GROUP}" if cores > 1 else "")
     with Graph(), written_at(config.name):  # no line of a user to look for
-        if optimizer:
-            rule = LarsOptimizer(0.1) if optimizer == "lars" else MomentumOptimizer(0.1)
-            outputs, updates = image_step(config.replace(groups=dims[0]), dims, rule)
-            return lower(outputs, updates, mesh, layout, compiler=compiler)
-        return lower(image_evaluation(config, dims), [], mesh, layout, compiler=compiler)
+        if not optimizer:
+            return Session(image_evaluation(config, dims))
+        rule = LarsOptimizer(0.1) if optimizer == "lars" else MomentumOptimizer(0.1)
+        return Session(*image_step(config.replace(groups=dims[0]), dims, rule))
