@@ -146,7 +146,10 @@ def _unknown_names(
             which = ", ".join(str(rule) for rule in rules.rules if rule.dim == name)
             text = f"rule {which}: no dimension {name!r} in the program{nearest(name, known)}"
             if not all(rule.optional for rule in rules.rules if rule.dim == name):
-                faults[RuleFault(text + _swapped(rules, name, mesh, known), of_rule=True)] = []
+                hint = _swapped(rules, name, mesh, known)
+                if not hint and "did you mean" not in text:
+                    hint = f"; there are {some(list(known), 8)}"
+                faults[RuleFault(text + hint, of_rule=True)] = []
                 continue
             foreign.append(text)
     return foreign + [

@@ -66,9 +66,17 @@ def nearest(name: object, candidates: Iterable[str]) -> str:
     "; did you mean 'batch'?"
     >>> nearest("d_ff", ["d_model", "expert_d_ff"])
     "; did you mean 'expert_d_ff'?"
+    >>> nearest("GPT3", ["gpt2", "gpt3-175b"])
+    "; did you mean 'gpt3-175b'?"
     >>> nearest("zzz", ["batch", "hidden"])
     ''
     """
     known, word = list(candidates), str(name)
-    matches = difflib.get_close_matches(word, known, n=1) or [x for x in known if x.endswith(f"_{word}")]
+    matches = (
+        difflib.get_close_matches(word, known, n=1, cutoff=0.85)
+        or [x for x in known if x.startswith((f"{word.lower()}-", f"{word}_"))]
+        or difflib.get_close_matches(word, known, n=1)
+        or difflib.get_close_matches(word.lower(), known, n=1)
+        or [x for x in known if x.endswith(f"_{word}")]
+    )
     return f"; did you mean {matches[0]!r}?" if matches else ""

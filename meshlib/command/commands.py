@@ -13,6 +13,7 @@ from meshlib.command.output import answer, create_folder, say, say_json, writabl
 from meshlib.command.planning import FAILED, GOOD, first_choices
 from meshlib.command.subject import Subject, completed_layouts, named_layouts, slice_of, subject_of
 from meshlib.core.errors import GraphError, LayoutError
+from meshlib.core.slices import slice_for
 from meshlib.core.text import count_text, wrapped
 from meshlib.estimation import Estimate, estimate
 from meshlib.estimation.views.difference import difference
@@ -183,14 +184,16 @@ def _subject_and_layouts(args: argparse.Namespace) -> tuple[Subject, list[tuple[
         return configuration, [(name, mesh)]
     subject = subject_of(args, where)
     if args.layout:
-        return subject, named_layouts(args.layout, args.mesh, subject)
-    if args.mesh:
-        complete = completed_layouts(subject, args.mesh)
-        return subject, complete if args.command == "compare" else complete[:1]
-    if where is None:
+        layouts = named_layouts(args.layout, args.mesh, subject)
+    elif args.mesh:
+        layouts = completed_layouts(subject, args.mesh)
+    elif where is not None:
+        layouts = subject.usual(where.devices)
+    else:
         raise GraphError("say how it is laid out: --layout LAYOUT@MESH; of a model, --slice takes a usual one")
-    usual = subject.usual(where.devices)
-    return subject, usual if args.command == "compare" else usual[:1]
+    for _, mesh in layouts if where is not None else ():
+        slice_for(args.command, Mesh(mesh), where)
+    return subject, layouts if args.layout or args.command == "compare" else layouts[:1]
 
 
 def _programs(args: argparse.Namespace, subject: Subject, layouts: list[tuple[str, str]]) -> list[Program]:

@@ -43,7 +43,7 @@ def hlo_text(program: str) -> str | None:
     if path.suffix not in (".txt", ".hlo"):
         return None
     if not path.exists():
-        raise GraphError(f"explain: no file {program}")
+        raise GraphError(f"explain: no file {program}; name what a compiler wrote, or a model: meshlib models")
     with open_file(path, "explain", GraphError, MOST_BYTES) as (file, target):
         raw = file.read()
     try:

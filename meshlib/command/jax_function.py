@@ -85,7 +85,8 @@ def _shape(kind: str, sizes: str, text: str) -> Any:
     import jax
 
     if kind not in _DTYPES and kind not in _DTYPES.values():
-        raise GraphError(f"--arg {text}: no dtype {kind!r}; there are {', '.join(_DTYPES)}{nearest(kind, _DTYPES)}")
+        hint = nearest(kind, _DTYPES) or f"; there are {', '.join(_DTYPES)}"
+        raise GraphError(f"--arg {text}: no dtype {kind!r}{hint}")
     shape = tuple(int(n) for n in sizes.split(",") if n.strip())
     if 0 in shape:
         raise GraphError(f"--arg {text}: sizes are 1 or more")

@@ -83,8 +83,6 @@ def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[Pl
         subject, name, mesh = configured(args, where)
         return subject, [planned(subject, subject.slice(where), name, mesh, asked)], None
     subject = subject_of(args, where)
-    if args.mesh and args.search:
-        raise GraphError("--mesh with --search: give the sizes of axes by meshlib search --sizes")
     subject.session(**first_choices(args, subject))  # report faults of the program itself once
     unnamed = subject.config is None and subject.image is None and not args.layout
     if args.search or (unnamed and not args.mesh):
@@ -102,7 +100,11 @@ def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[Pl
 
 def _refuse_effort(args: argparse.Namespace) -> None:
     """Raise GraphError for options of a search on a plan without one."""
-    given = [f"--{name}" for name in ("seconds", "workers") if name in getattr(args, "given_once", ())]
+    once = getattr(args, "given_once", ())
+    for name, other in (("rank", "emit"), ("backend", "compile")):
+        if name in once and not getattr(args, other, None):
+            raise GraphError(f"--{name} goes with --{other}")
+    given = [f"--{name}" for name in ("seconds", "workers") if name in once]
     if given or args.tried:
         raise GraphError(f"{(given or ['--try'])[0]} is for a search; add --search, or use meshlib search")
 
@@ -174,6 +176,8 @@ def searched_of(args: argparse.Namespace, subject: Subject, where: Slice) -> tup
 
     A model's search is seeded with the usual layouts that fit, at the batch that `plan` uses for them.
     """
+    if args.mesh and not args.layout:
+        raise GraphError("--mesh of a search: give the sizes of axes by meshlib search --sizes, such as data:16")
     tried = tried_values(args.tried or ())
     further = ("fix", "sizes", "forbid", "resume", "layout")
     begins = subject.config is not None and not tried and not any(getattr(args, name, None) for name in further)

@@ -46,6 +46,7 @@ TOKENS_OF_A_DEVICE = 4096
 IMAGES_OF_A_DEVICE = 128
 LENGTH = 8192
 FUNCTION = "build"
+OPTIONS = ("batch", "length", "remat", "compiler")  # of a model, which --set does not set
 # Axis names that go together, for a mesh without a layout.
 LAYOUTS_OF_MODELS = (
     "fsdp", "data", "tensor", "fsdp+tensor", "fsdp+sequence", "fsdp+context", "fsdp+expert", "data+tensor", "data+fsdp",
@@ -208,6 +209,9 @@ def subject_of(args: argparse.Namespace, where: Slice | None) -> Subject:
     devices = where.devices if where is not None else _devices_named(args)
     if args.program in IMAGE_PRESETS:
         return _of_images(args, given, devices)
+    for name in OPTIONS:
+        if name in given:
+            raise GraphError(f"--set {name}={given[name]}: a model takes it as an option, --{name} {given[name]}")
     config, notes = _config(args.program)
     step = {name: given.pop(name) for name in STEP_SETTINGS if name in given}
     if given:
@@ -250,7 +254,7 @@ def _config(name: str) -> tuple[TransformerConfig, str]:
     if is_hugging_face(name):
         return _foreign(name)
     if name not in PRESETS:
-        hint = nearest(name, [*PRESETS, *IMAGE_PRESETS]) or ";"
+        hint = nearest(name.rpartition("/")[2], [*PRESETS, *IMAGE_PRESETS]) or ";"
         if Path(name).is_dir() and name:
             raise GraphError(f"the folder {name} has no config.json; name a file in it, or a model: meshlib models")
         raise GraphError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ def ended(name: str, run: Callable[[], int]) -> int:
         sys.stdout.flush()
     except (MeshlibError, HardwareError, LayoutError) as fault:
         said = str(fault).removeprefix(f"{name.rpartition(' ')[2]}: ")  # of `mtf.search` by `meshlib search`
+        said = re.sub(r"config\.replace\((\w+=\w+)\)", r"--set \1", said)
         print(f"{name}: {said}", *getattr(fault, "__notes__", ()), sep="\n", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader has closed the pipe

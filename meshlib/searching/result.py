@@ -300,9 +300,9 @@ class Found(Shown):
             return []
         lines = []
         if len(self.tied) > 1:
-            lines.append(
-                f"      {len(self.tied) - 1} others are a tie within the model's error, {self.objective.error:.1%}"
-            )
+            count = len(self.tied) - 1
+            are = f"{count} others are" if count > 1 else "1 other is"
+            lines.append(f"      {are} a tie within the model's error, {self.objective.error:.1%}")
         if others:
             behind = others[0].value / best - 1
             lines.append(f"      the next is {behind:.1%} behind; the model's median error is {MODEL_ERROR:.1%}")

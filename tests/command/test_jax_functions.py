@@ -66,7 +66,7 @@ def test_a_loss_is_planned_as_a_step_of_its_training(file: str, capsys: pytest.C
     ("given", "said"),
     [
         (["plain", "--arg", "x=f32"], "--arg must be NAME=DTYPE[SIZES], such as"),
-        (["plain", "--arg", "x=f33[2]"], "no dtype 'f33'; there are f32,"),
+        (["plain", "--arg", "x=f33[2]"], "no dtype 'f33'; did you mean 'f32'?"),
         (["plain", "--arg", "x=f32[0]"], "sizes are 1 or more"),
         (["plain", "--arg", "x=f32[2]", "--arg", "x=f32[2]"], "x is given twice"),
         (["plain", "--arg", "x.a=f32[2]", "--arg", "x.a.b=f32[2]"], "a is an array already"),

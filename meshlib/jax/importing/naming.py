@@ -61,10 +61,8 @@ def assign_names(names: object, leaves: Sequence[Leaf]) -> None:
         matching = [leaf for leaf in leaves if any(fnmatchcase(path, pattern) for path in leaf.paths)]
         if not matching:
             paths = [leaf.path for leaf in leaves]
-            raise GraphError(
-                f"{at(WHAT)}: names: no argument is called {key!r}{nearest(pattern, paths)}; there are "
-                f"{', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}"
-            )
+            hint = nearest(pattern, paths) or f"; there are {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}"
+            raise GraphError(f"{at(WHAT)}: names: no argument is called {key!r}{hint}")
         tokens = _tokens(given, key)
         for leaf in matching:
             if len(tokens) != len(leaf.var.shape):
