@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hardware.slices import Slice
 from meshlib.estimation import Estimate
 from meshlib.estimation.views.profile import Profile
 from meshlib.program.records import Program
 from meshlib.verification import Verification
+
+if TYPE_CHECKING:
+    from meshlib.searching import Found
 
 
 def picked(record: object, exact: str, modelled: str = "") -> dict[str, Any]:
@@ -20,6 +24,21 @@ def picked(record: object, exact: str, modelled: str = "") -> dict[str, Any]:
     """
     return {name: getattr(record, name) for name in exact.split()} | {
         f"{name}_modelled": getattr(record, name) for name in modelled.split()
+    }
+
+
+MODELLED = ("seconds", "mfu", "bound", "utilisation", "traffic_bytes", "usd_per_step", "needed_bytes", "collectives")
+
+
+def marked(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with the suffix `_modelled` at the names of modelled figures.
+
+    >>> marked({"step_seconds": 1.0, "measured_seconds": 2.0, "sent_bytes": 3})
+    {'step_seconds_modelled': 1.0, 'measured_seconds': 2.0, 'sent_bytes': 3}
+    """
+    return {
+        f"{name}_modelled" if name.endswith(MODELLED) and not name.startswith("measured") else name: value
+        for name, value in record.items()
     }
 
 
@@ -62,8 +81,8 @@ def of_estimate(est: Estimate) -> dict[str, Any]:
 
 
 def of_rows(est: Estimate) -> dict[str, Any]:
-    """Figures of an estimate with its rows; seconds of rows are modelled, bytes and flops exact."""
-    return {**of_estimate(est), "rows": [asdict(row) for row in est.rows]}
+    """Figures of an estimate with its rows."""
+    return {**of_estimate(est), "rows": [marked(asdict(row)) for row in est.rows]}
 
 
 def of_profile(profile: Profile) -> dict[str, Any]:
@@ -74,8 +93,15 @@ def of_profile(profile: Profile) -> dict[str, Any]:
         "mxu_share_modelled": profile.mxu_share,
         "seconds_modelled": dict(profile.seconds),
         "busy_seconds_modelled": dict(profile.busy_seconds),
-        "parts": [asdict(part) for part in profile.parts],
+        "parts": [marked(asdict(part)) for part in profile.parts],
     }
+
+
+def of_search(result: Found) -> dict[str, Any]:
+    """Figures of a search; the memory of its candidates is that of the compiled step, as `needed_bytes` of a plan."""
+    data = result.as_json()
+    ranking = [{{"peak_bytes": "needed_bytes"}.get(n, n): v for n, v in entry.items()} for entry in data["ranking"]]
+    return {**data, "ranking": [marked(entry) for entry in ranking]}
 
 
 def of_slice(slice_: Slice) -> dict[str, Any]:

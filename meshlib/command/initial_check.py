@@ -10,6 +10,7 @@ from string import Template
 
 from meshlib.command.choices import is_maxtext
 from meshlib.command.output import answer, create_folder, writable
+from meshlib.command.plan import json_of
 from meshlib.command.planning import FAILED, GOOD, planned_of
 from meshlib.command.subject import Subject, slice_of
 from meshlib.core.compiler import XLA_TPU
@@ -93,7 +94,7 @@ def init(args: argparse.Namespace) -> int:
     assert_snapshot(est.program, snapshot, update=True)
     answer(
         args.json,
-        lambda: {"files": [str(path), str(snapshot)], "fits": est.fits},
+        lambda: {"files": [str(path), str(snapshot)], **json_of(subject, where, plans)},
         lambda: f"wrote {path} and {snapshot}: run pytest {path}",
     )
     return GOOD if est.fits else FAILED

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hardware.slices import Slice
 from meshlib.command.choices import is_maxtext
+from meshlib.command.figures import of_search
 from meshlib.command.output import answer, create_folder, say, say_json, say_verdict, writable
 from meshlib.command.plan import PlannedLayout, WholeRunOptions, json_of, next_commands, planned, plans_of, text_of
 from meshlib.command.subject import (
@@ -165,7 +166,7 @@ def search(args: argparse.Namespace) -> int:
 
 def _print_search(args: argparse.Namespace, result: Found) -> int:
     """Print the result of a search; returns the exit status."""
-    answer(args.json, result.as_json, lambda: result)
+    answer(args.json, lambda: of_search(result), lambda: result)
     if result.stopped:
         return INTERRUPTED
     return GOOD if result.fits else FAILED

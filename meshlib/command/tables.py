@@ -79,10 +79,9 @@ def validated(args: argparse.Namespace) -> int:
 def _row(row: object) -> dict[str, object]:
     """The figures of one row; missing ones are None."""
     names = [f.name for f in fields(row)] if is_dataclass(row) else vars(row)
-    values = {name: getattr(row, name) for name in names}
-    return {
-        name: value for name, value in values.items() if value is None or isinstance(value, str | int | float | bool)
-    }
+    values = {name: getattr(row, name) for name in names if name not in ("run", "images", "priced")}
+    plain = {n: value for n, value in values.items() if value is None or isinstance(value, str | int | float | bool)}
+    return figures.marked(plain)
 
 
 def recorded(args: argparse.Namespace) -> int:
