@@ -1,4 +1,4 @@
-"""Notebook cells of dims, shapes, meshes, layouts and shardings."""
+"""Notebook cells and short reprs of dims, shapes, meshes, layouts and shardings."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from layouts.sharding import Sharding
 
 DIVISORS = 12
+
+
+def clipped(text: str, letters: int = 200) -> str:
+    """A text cut to a limit, ending in "...", such as for a repr.
+
+    >>> clipped("<Program of mesh a:8>", 12)
+    '<Program ...'
+    """
+    return text if len(text) <= letters else f"{text[: letters - 3]}..."
 
 
 def dimension_cell(dim: Dimension) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import SupportsIndex, TypeAlias, Union, overload
 
-from layouts.cells import dimension_cell, shape_cell
+from layouts.cells import clipped, dimension_cell, shape_cell
 from layouts.errors import LayoutError, nearest
 from layouts.frozen import Frozen
 from layouts.parsing import checked_name, checked_size, is_iterable, named_sizes
@@ -44,7 +44,7 @@ class Dimension(Frozen):
         return Dimension(name, self.size)
 
     def __repr__(self) -> str:
-        return f"Dimension({self.name!r}, {self.size})"
+        return clipped(f"Dimension({self.name!r}, {self.size})")
 
     def _repr_html_(self) -> str:
         return dimension_cell(self)
@@ -236,7 +236,7 @@ class Shape(Frozen):
         return f"[{', '.join(map(str, self.dims))}]"
 
     def __repr__(self) -> str:
-        return f"Shape({self.to_string!r})"
+        return clipped(f"Shape({self.to_string!r})")
 
 
 def _dimensions(source: ShapeLike) -> tuple[Dimension, ...]:

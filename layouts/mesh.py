@@ -13,7 +13,7 @@ from math import prod
 from types import MappingProxyType
 from typing import TypeAlias, Union
 
-from layouts.cells import mesh_cell
+from layouts.cells import clipped, mesh_cell
 from layouts.dims import DimensionLike
 from layouts.errors import LayoutError, nearest
 from layouts.frozen import Interned
@@ -151,4 +151,4 @@ class Mesh(Interned):
         return ";".join(f"{axis}:{size}" for axis, size in self.sizes_by_axis.items())
 
     def __repr__(self) -> str:
-        return f"Mesh({str(self)!r})"
+        return clipped(f"Mesh({str(self)!r})")

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import combinations
 from typing import TypeAlias, Union
 
-from layouts.cells import rules_cell
+from layouts.cells import clipped, rules_cell
 from layouts.dims import Dimension, Shape, ShapeLike
 from layouts.errors import LayoutError, nearest
 from layouts.frozen import Interned
@@ -170,7 +170,7 @@ class LayoutRules(Interned):
         return ";".join(map(str, self.rules))
 
     def __repr__(self) -> str:
-        return f"LayoutRules({str(self)!r})"
+        return clipped(f"LayoutRules({str(self)!r})")
 
 
 def checked_scope(scope: str) -> str:

@@ -13,7 +13,7 @@ from itertools import groupby
 from math import prod
 from typing import NoReturn, TypeAlias
 
-from layouts.cells import sharding_cell
+from layouts.cells import clipped, sharding_cell
 from layouts.dims import Dimension, Shape, ShapeLike
 from layouts.errors import LayoutError, nearest
 from layouts.frozen import Interned
@@ -188,7 +188,7 @@ class Sharding(Interned):
         return f"[{text}] {{{awaited}}}"
 
     def __repr__(self) -> str:
-        return f"Sharding({str(self)!r} on {self.mesh})"
+        return clipped(f"Sharding({str(self)!r} on {self.mesh})")
 
 
 def _block_counts(

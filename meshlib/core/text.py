@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from layouts.cells import clipped as clipped
+
 
 def bytes_text(n: int | float) -> str:
     """Bytes in readable units: 1536 -> '1.5 KiB'.
@@ -75,15 +77,6 @@ def usd_text(dollars: float) -> str:
     ('$0.000233', '$12.35', '$170,312')
     """
     return f"${dollars:,.0f}" if dollars >= 1000 else f"${dollars:.4g}"
-
-
-def clipped(text: str, letters: int = 200) -> str:
-    """A text cut to a limit, ending in "...", such as for a repr.
-
-    >>> clipped("<Program of mesh a:8>", 12)
-    '<Program ...'
-    """
-    return text if len(text) <= letters else f"{text[: letters - 3]}..."
 
 
 _width: ContextVar[int | None] = ContextVar("width", default=None)

@@ -186,7 +186,8 @@ FORTY = {
     "a dim that is none": ("explain net.py --layout zzz:data@data:8", "there are batch, k, hidden"),
     "a compiled program that is missing": ("explain step.hlo.txt --slice v5e-8", "no file step.hlo.txt; name"),
     "a layout that does not divide": (
-        "explain gpt2 --set d_ff=3070 --layout tensor@tensor:16", "use --set d_ff=3072",
+        "explain gpt2 --set d_ff=3070 --layout tensor@tensor:16",
+        "use --set d_ff=3072",
     ),
     "a report on two slices": ("report gpt2 --slice v5e-8,v6e-8 --out a.html", "is not a slice name; write a TPU"),
     "a report without an end": ("report gpt2 --slice v5e-8 --out plan", "name it plan.html"),

@@ -120,7 +120,9 @@ def test_names_are_escaped():
     assert "<script>alert" not in html
 
 
-@pytest.mark.parametrize(("est", "rate"), [(estimate_of, r"[\d.]+ [kM] tokens/s"), (of_images, r"[\d.]+ [kM] images/s")])
+@pytest.mark.parametrize(
+    ("est", "rate"), [(estimate_of, r"[\d.]+ [kM] tokens/s"), (of_images, r"[\d.]+ [kM] images/s")]
+)
 def test_cards_count_what_a_step_works_on(est, rate):
     html = page(est())
     assert re.search(rate, html)
