@@ -89,8 +89,10 @@ def _as_list(name: str, function: Callable[..., Any], args: Sequence[object]) ->
 
 
 def refuse_mesh(function: Callable[..., Any], args: Sequence[object]) -> None:
-    """Raise ArgumentError if the first argument of a failed call is a mesh, as in Mesh TensorFlow."""
-    if args and isinstance(args[0], Mesh) and "mesh" not in signature(function).parameters:
+    """Raise ArgumentError if the first argument of a failed call is a mesh, as in Mesh TensorFlow, or its graph."""
+    if not args or {"mesh", "graph"} & {*signature(function).parameters}:
+        return
+    if isinstance(args[0], Mesh) or type(args[0]).__name__ == "Graph":
         name = function.__name__
         raise ArgumentError(f"{name} ({source_line()}): {OF_ARGUMENTS['mesh']}; leave it out: {name}(...)") from None
 

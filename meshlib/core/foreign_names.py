@@ -43,6 +43,7 @@ OF_OTHERS = {
     "tensor": "mtf.constant or mtf.input",
     "zeros_like": "mtf.zeros(x.shape, x.dtype)",
 }
+_MIXTURE = "mtf.layers.moe(x, experts, hidden, mtf.layers.Routing(gating=...))"
 _LOWERED = "program = mtf.lower(outputs, updates, mesh=..., layout=...)"
 _DIMENSION, _SHAPE, _RULES = "mtf.Dimension(name, size)", "mtf.Shape(dims)", 'mtf.LayoutRules("batch:rows;d_ff:cols")'
 _GRADIENTS = "mtf.gradients(ys, xs); every operation has its gradient"
@@ -118,6 +119,7 @@ OF_MESH_TENSORFLOW = {
     "processor_groups": _GROUPS,
     "read_variable": "the variable itself, which is a tensor",
     "reduce_first": "mtf.slice(x, 0, 1, dim_name) and mtf.reshape",
+    "moe": _MIXTURE,
     "ops": "mtf.einsum, mtf.relu, ...: operations are names of meshlib itself",
     "reduction_fn": _REDUCE,
     "scalar_summary": _PRINTED,
@@ -127,7 +129,7 @@ OF_MESH_TENSORFLOW = {
     "tensor_dim_to_size_per_split": "sharding.local_shape",
     "test_utils": "mtf.verify(outputs, updates, layouts=...) and mtf.testing",
     "tpu_variables": _STATE,
-    "transformer": "mtf.models: presets, TransformerConfig, train_step",
+    "transformer": "mtf.models: presets, TransformerConfig, train_step; or mtf.layers: multihead_attention, moe",
     "transpose_list_of_lists": "zip(*lists)",
     "utils": "nothing: it places variables on hosts, and hides summaries, of which there are none",
     "verify_no_new_dims": "nothing: each operation checks its dims, and its error names them",
@@ -139,6 +141,7 @@ _SCHEDULES = "mtf.optimize.piecewise, product, warmup_then_decay, ...: lr= of ev
 OF_LAYERS_AND_OPTIMIZERS = {
     "AdafactorWithMultiLRSchedule": _SCHEDULES,
     "AdamWithMultiLRSchedule": _SCHEDULES,
+    **dict.fromkeys(("MoE1D", "MoE2D", "transformer_moe_layer_v1", "transformer_moe_layer_v2"), _MIXTURE),
     "DenseInitializer": "mtf.initializers.variance_scaling(...)",
     "VarianceScalingInitializer": "mtf.initializers.variance_scaling(scale, mode, distribution)",
     "adafactor_optimizer_from_hparams": "mtf.optimize.AdafactorOptimizer(...)",

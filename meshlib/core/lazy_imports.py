@@ -70,7 +70,7 @@ def lazy_names(
         export = table().get(name)
         if export is None:
             remedy = foreign(name, table())
-            hint = f"; write {remedy}" if remedy else nearest(name, table())
+            hint = f"; write {remedy}".replace("write nothing", "leave it out") if remedy else nearest(name, table())
             raise AttributeError(f"module '{package}' has no attribute '{name}'{hint}")
         parent = import_module(export.module) if export.module != package else sys.modules[package]
         if export.module != package and hasattr(parent, export.attribute):

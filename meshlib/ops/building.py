@@ -55,6 +55,8 @@ def as_tensor(x: object, like: Tensor | None, what: str) -> Tensor:
         return scalar(x, like)
     wanted = "a tensor" if like is None else "a tensor or a number"
     hint = "; make it a tensor by mtf.constant or mtf.input" if isinstance(x, np.ndarray | list) else ""
+    if isinstance(getattr(x, "values", None), Tensor):  # of a mixture of experts
+        hint = "; write its tensor, x.values"
     shown = f"{x.dtype.name}{list(x.shape)}" if isinstance(x, np.ndarray) else " ".join(f"{x!r:.80}".split())
     raise ShapeError(f"{what} ({source_line()}): expected {wanted}, got {type(x).__name__} {shown}{hint}")
 
@@ -93,6 +95,7 @@ def as_dims(dims: object, what: str, among: Iterable[Tensor] = ()) -> tuple[Dime
             raise ShapeError(f"{what} ({source_line()}): {fault}") from None
     raise ShapeError(
         f"{what} ({source_line()}): expected a Dimension or a list of them, got {type(dims).__name__} {dims!r:.80}"
+        + (f'; write mtf.Dimension("name", {dims})' if isinstance(dims, int) else "")
     )
 
 
