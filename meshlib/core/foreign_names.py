@@ -21,6 +21,7 @@ OF_TENSORS = {
     "min": "mtf.reduce_min(x, reduced_dim=...)",
     "ndim": "len(x.shape)",
     "numpy": "mtf.simulate(mtf.lower({'x': x})).step(...)['x']",
+    "plot": 'program.variables["w"].plot(device=0) of a lowered program draws its blocks',
     "permute": "mtf.transpose(x, ...)",
     "prod": "mtf.reduce_prod(x, reduced_dim=...)",
     "size": "x.shape.size",

@@ -8,6 +8,7 @@ and every message need.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
@@ -139,8 +140,9 @@ class Tensor(Shown):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # protocols that probe for a method of this name
             raise AttributeError(name)
-        there = OF_TENSORS.get(name) or f"mtf.{name}(x, ...), if there is one"
-        raise AttributeError(f"tensor '{self.name}' has no '{name}': {there}")
+        there = OF_TENSORS.get(name) or (f"mtf.{name}(x, ...)" if hasattr(sys.modules["meshlib"], name) else "")
+        hint = f": {there}" if there else nearest(name, [*vars(type(self)), *vars(self)])
+        raise AttributeError(f"tensor '{self.name}' has no '{name}'{hint}")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         """`array * tensor` is the tensor's own product; other NumPy functions refuse tensors."""

@@ -156,8 +156,8 @@ class Simulation(Shown):
         """One core's block of a tensor: for a variable its current value, for any other tensor that of the last step.
 
         Args:
-          name: of a variable, an input, or any tensor of the program, such as "ffn/relu"; or "%3" as in the listing of
-            the program, which has a name for partial sums and for each copy under another sharding.
+          name: of a variable, an input, or any tensor of the program, such as "ffn/relu"; the tensor itself; or "%3" as
+            in the listing of the program, which has a name for partial sums and each copy under another sharding.
           coordinate: of the core: its number, a tuple in the order of the mesh's axes, or a dict of axis to index.
           trip: which of the times that loops compute the tensor, from 0.
         Returns: a copy of the block, local shape, in the tensor's dtype. Intermediate values are those of the last
@@ -173,7 +173,7 @@ class Simulation(Shown):
           >>> sim.shard("square", 1), sim.shard("%2", 1), sim.shard("reduce_sum", 1)
           (array([4., 9.], dtype=float32), array(13., dtype=float32), array(14., dtype=float32))
         """
-        core = self._core(coordinate)
+        core, name = self._core(coordinate), str(getattr(name, "name", name))
         if name in self.state:
             whole = self.state[name]
             value = self.program.variables.get(name)
@@ -203,7 +203,7 @@ class Simulation(Shown):
             node 0   12*   .
             node 1   .     16*
         """
-        core = self._core(coordinate)
+        core, name = self._core(coordinate), str(getattr(name, "name", name))
         with self.state.lock:
             return ring_of(self._last_step("ring", name, trip), name, self.program.mesh.device(core), trip)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hardware.ring_steps import KINDS, RingRun, ring_steps
+from layouts.checking import some
 from layouts.step_kinds import STEP_KINDS
 from meshlib.core.arguments import at
 from meshlib.core.engine import Engine
@@ -53,9 +54,11 @@ def ring_of(step: LastStep, name: str, device: int, trip: int) -> RingRun:
             break
     else:
         _value(step.program, name, "ring")  # raises for unknown names
+        names = dict.fromkeys(move.outputs[place].tensor.name for move, place in _ring_moves(step.program))
+        results = some([*names]) or "none"
         raise FeedError(
-            f"{at('ring')}: '{name}' is not the result of a collective on a ring; program.collectives lists them, and "
-            "print(program) their names, such as %3"
+            f"{at('ring')}: '{name}' is not the result of a collective on a ring; there are {results}; "
+            "print(program) has names for copies, such as %3"
         )
     reshard, operand = move.steps[place], move.inputs[place]
     blocks = _blocks(step, operand, name, trip)
@@ -107,8 +110,8 @@ def _value(program: Program, name: str, what: str) -> Value:
             return copies[-1]
         names |= {y.tensor.name for y in values}
     raise FeedError(
-        f"{at(what)}: no tensor '{name}' in the program{nearest(name, names)}; print(program) lists all; values "
-        "that nothing uses are not computed"
+        f"{at(what)}: no tensor '{name}' in the program"
+        + (nearest(name, names) or "; print(program) lists all; values that nothing uses are not computed")
     )
 
 

@@ -300,6 +300,16 @@ MISTAKES: dict[str, Mistake] = {
         mtf.GraphError,
         ["step_second", "step_seconds"],
     ),
+    "a graph before a dim": (
+        in_graph(lambda: mtf.range(mtf.Graph(), mtf.Dimension("d", 4), "int32")),
+        ArgumentError,
+        [r"operations know no mesh.*leave it out: range\("],
+    ),
+    "a number of experts": (
+        in_graph(lambda: mtf.layers.moe(mtf.input("x", "batch:8;d:4"), 16, mtf.Dimension("hidden", 8))),
+        mtf.ShapeError,
+        [r'write mtf.Dimension\("name", 16\)'],
+    ),
     "a fixed dim that is none": (lambda: searched(fix="bacth:data"), mtf.GraphError, ["bacth", "batch"]),
     "a mesh of another size": (
         lambda: searched(also=[("data:4", "batch:data")]),
