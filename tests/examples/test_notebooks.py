@@ -11,7 +11,7 @@ import pytest
 from tests.examples.notebooks import LARGEST_HTML, NOTEBOOKS, code_cells, run, told
 from tests.paths import ROOT
 
-LARGEST_FILE = 100_000
+LARGEST_FILE = 130_000
 
 
 def test_there_is_one_for_each_kind_of_user() -> None:
