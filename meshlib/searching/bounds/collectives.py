@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import combinations, product
 from itertools import count as counter
 from math import prod
+from typing import NamedTuple
 
 from hardware.errors import HardwareError
 from hardware.network import collective_cost
@@ -26,27 +27,30 @@ STEP = 4.0  # ratio of the priced sizes
 SIZES = (2.0**14, 2.0**22, 2.0**36)  # bytes, between which the best algorithm changes
 
 
-def least_seconds(
-    slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind: str, size_bytes: float, whole_axes: bool
-) -> float:
+class Machine(NamedTuple):
+    """A mesh on a slice. `sizes`: of its axes; `whole_axes`: whether they take whole axes of the torus where they can
+    (`Compiler.whole_torus_axes`)."""
+
+    slice: Slice
+    sizes: tuple[int, ...]
+    whole_axes: bool
+
+
+def least_seconds(machine: Machine, axes: Sequence[int], kind: str, size_bytes: float) -> float:
     """Lower bound on one collective over some axes of a mesh, launch included.
 
     Args:
-      sizes: sizes of all mesh axes; axes: indices of those that take part.
+      axes: indices of those that take part.
       kind: "all_to_all" stands for any collective that moves a split from one dim to another.
       size_bytes: bytes of the value on a device if these axes did not split it.
-      whole_axes: whether mesh axes take whole axes of the torus where they can (`Compiler.whole_torus_axes`).
     """
-    mesh, where, group = _ordered(sizes, axes)
+    ordered, where, group = _ordered(machine, axes)
     ways = [(name, size_bytes) for name in _equivalent_kinds(kind)]
     if STEP_KINDS[kind].rearranges:  # or a gather and a slice
         gathers = [(gather.name, size_bytes) for gather in kinds_from(Place.SPLIT, Place.FREE)]
         ways = [*((name, size / group) for name, size in ways), *gathers]
     try:
-        return (
-            min([_bound(slice_, mesh, where, *option, whole_axes) for option in ways])
-            + slice_.chip.collective_launch_seconds
-        )
+        return min([_bound(ordered, where, *way) for way in ways]) + machine.slice.chip.collective_launch_seconds
     except HardwareError:  # no links: the candidate will be refused
         return 0.0
 
@@ -59,59 +63,55 @@ def _equivalent_kinds(kind: str) -> list[str]:
     return [other.name for other in kinds_from(record.takes, record.puts)]
 
 
-def wire_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind: str, whole_axes: bool) -> float:
+def wire_seconds(machine: Machine, axes: Sequence[int], kind: str) -> float:
     """Lower bound on the seconds per byte for which a collective occupies its busiest links.
 
     Args as of `least_seconds`.
     """
-    mesh, where, group = _ordered(sizes, axes)
+    ordered, where, group = _ordered(machine, axes)
     try:
-        least = min([_wire(slice_, mesh, where, name, whole_axes) for name in _equivalent_kinds(kind)])
+        least = min([_wire(ordered, where, name) for name in _equivalent_kinds(kind)])
         return least / group if STEP_KINDS[kind].rearranges else least
     except HardwareError:  # no links: the candidate will be refused
         return 0.0
 
 
 @lru_cache(maxsize=1 << 10)
-def overhead_seconds(slice_: Slice, sizes: tuple[int, ...], kind: str, whole_axes: bool) -> float:
+def overhead_seconds(machine: Machine, kind: str) -> float:
     """Upper bound on a small collective's time over some axes beyond that on the wire, launch included."""
     most = 0.0
-    for count in range(1, len(sizes) + 1):
-        for axes in combinations(range(len(sizes)), count):
-            mesh, where, _ = _ordered(sizes, axes)
-            for p, size in product(_distinct_placements(slice_, mesh, where, whole_axes), SIZES[:2]):
+    for count in range(1, len(machine.sizes) + 1):
+        for axes in combinations(range(len(machine.sizes)), count):
+            ordered, where, _ = _ordered(machine, axes)
+            for p, size in product(_distinct_placements(ordered, where), SIZES[:2]):
                 try:
                     cost = collective_cost(p, kind, [f"a{n}" for n in where], size)
                 except HardwareError:  # no links: the candidate will be refused
                     continue
                 most = max(most, cost.seconds - max((busy for _, busy in cost.busy_seconds), default=0.0))
-    return most + slice_.chip.collective_launch_seconds
+    return most + machine.slice.chip.collective_launch_seconds
 
 
-def _bound(
-    slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: str, size: float, whole_axes: bool
-) -> float:
+def _bound(machine: Machine, axes: tuple[int, ...], kind: str, size: float) -> float:
     """Lower bound from the priced sizes on either side."""
     if size <= 0:
         return 0.0
     below = STEP ** math.floor(math.log(size, STEP))
-    rate = _seconds(slice_, sizes, axes, kind, below * STEP, whole_axes) / (below * STEP)
-    return max(_seconds(slice_, sizes, axes, kind, below, whole_axes), rate * size)
+    rate = _seconds(machine, axes, kind, below * STEP) / (below * STEP)
+    return max(_seconds(machine, axes, kind, below), rate * size)
 
 
 @lru_cache(maxsize=1 << 16)
-def _seconds(
-    slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: str, size: float, whole_axes: bool
-) -> float:
+def _seconds(machine: Machine, axes: tuple[int, ...], kind: str, size: float) -> float:
     names = [f"a{n}" for n in axes]
-    placements = _distinct_placements(slice_, sizes, axes, whole_axes)
+    placements = _distinct_placements(machine, axes)
     return min((collective_cost(p, kind, names, size).seconds for p in placements), default=0.0)
 
 
 @lru_cache(maxsize=1 << 14)
-def _wire(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: str, whole_axes: bool) -> float:
+def _wire(machine: Machine, axes: tuple[int, ...], kind: str) -> float:
     least = float("inf")
-    for p in _distinct_placements(slice_, sizes, axes, whole_axes):
+    for p in _distinct_placements(machine, axes):
         for size in SIZES:
             cost = collective_cost(p, kind, [f"a{n}" for n in axes], size)
             least = min(least, max((busy for _, busy in cost.busy_seconds), default=0.0) / size)
@@ -119,29 +119,30 @@ def _wire(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: st
 
 
 @lru_cache(maxsize=1 << 14)
-def _distinct_placements(
-    slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], whole_axes: bool
-) -> tuple[Placement, ...]:
+def _distinct_placements(machine: Machine, axes: tuple[int, ...]) -> tuple[Placement, ...]:
     """Placements of a mesh of these sizes, one for each distinct mapping of some of its axes, on any torus axes."""
     chosen = [f"a{n}" for n in axes]
     placements: dict[tuple[object, ...], Placement] = {}
-    for p in _all_placements(slice_, sizes, whole_axes):
+    for p in _all_placements(machine):
         names: dict[int, int] = {}
         numbers = counter()
         lying = []
         for f in p.of(chosen):
             place = f.place if f.place < 0 else names.setdefault(f.place, next(numbers))
-            lying.append((place, f.size, f.stride, wraps(slice_, f)))
+            lying.append((place, f.size, f.stride, wraps(machine.slice, f)))
         placements.setdefault(tuple(lying), p)
     return tuple(placements.values())
 
 
 @lru_cache(maxsize=256)
-def _all_placements(slice_: Slice, sizes: tuple[int, ...], whole_axes: bool) -> tuple[Placement, ...]:
-    return tuple(possible_placements(slice_, {f"a{n}": size for n, size in enumerate(sizes)}, whole_axes, {}))
+def _all_placements(machine: Machine) -> tuple[Placement, ...]:
+    sizes = {f"a{n}": size for n, size in enumerate(machine.sizes)}
+    return tuple(possible_placements(machine.slice, sizes, machine.whole_axes, {}))
 
 
-def _ordered(sizes: Sequence[int], axes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def _ordered(machine: Machine, axes: Sequence[int]) -> tuple[Machine, tuple[int, ...], int]:
     """The mesh sorted by size, since axis names do not affect cost; the axes in it; and the devices that they join."""
+    sizes = machine.sizes
     order = sorted(range(len(sizes)), key=lambda n: (sizes[n], n))
-    return tuple(sizes[n] for n in order), tuple(sorted(map(order.index, axes))), prod(sizes[n] for n in axes)
+    ordered = machine._replace(sizes=tuple(sizes[n] for n in order))
+    return ordered, tuple(sorted(map(order.index, axes))), prod(sizes[n] for n in axes)

@@ -116,17 +116,12 @@ class CriticalPath:
         is a gather, which may be one with those over other axes; then the first half alone counts.
         """
 
+        machine = self.splits.machine
+
         def together(axes: Sequence[int], kind: int) -> float:
             """One collective over these axes, or also over others with pending sums: more devices have more links."""
             return min(
-                least_seconds(
-                    self.splits.slice,
-                    self.splits.group,
-                    more,
-                    KINDS[kind],
-                    self.splits.least_bytes(sizes, more),
-                    self.splits.compiler.whole_torus_axes,
-                )
+                least_seconds(machine, more, KINDS[kind], self.splits.least_bytes(sizes, more))
                 for more in supersets(range(len(self.splits.axes)), axes)
             )
 

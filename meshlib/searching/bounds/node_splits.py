@@ -21,7 +21,7 @@ from meshlib.core.compiler import Compiler
 from meshlib.estimation.time.kernel_times import Times
 from meshlib.estimation.time.physics import Physics
 from meshlib.lowering.assigned import stationary_axes
-from meshlib.searching.bounds.collectives import GATHER, REDUCE, SCATTER, SWAP
+from meshlib.searching.bounds.collectives import GATHER, REDUCE, SCATTER, SWAP, Machine
 from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, HbmUse, Node, Placed, Split
 from meshlib.searching.bounds.products import Contraction, Timed
 from meshlib.searching.renamed_dims import Passages
@@ -92,6 +92,11 @@ class NodeSplits:
     def slice(self) -> Slice:
         """The slice of the candidate."""
         return self.candidate.slice
+
+    @cached_property
+    def machine(self) -> Machine:
+        """The axes on the slice."""
+        return Machine(self.slice, tuple(self.group), self.compiler.whole_torus_axes)
 
     # ------------------------------------------------------------ options
 

@@ -15,11 +15,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from hardware.slices import Slice
 from meshlib.core.compiler import Compiler
 from meshlib.estimation.time.physics import Physics
 from meshlib.estimation.work.combined_collectives import THRESHOLD_BYTES
-from meshlib.searching.bounds.collectives import GATHER, REDUCE, SCATTER, overhead_seconds, wire_seconds
+from meshlib.searching.bounds.collectives import GATHER, REDUCE, SCATTER, Machine, overhead_seconds, wire_seconds
 from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, Node, Placed
 from meshlib.searching.bounds.node_splits import ANY, FREE, KINDS, SUM, WHOLE, NodeSplits, Options, Traffic
 from meshlib.searching.renamed_dims import Passages
@@ -60,11 +59,11 @@ class Batch:
         return len(self.splits[0].axes)
 
     @cached_property
-    def _machines(self) -> tuple[list[tuple[Slice, tuple[int, ...]]], Ints]:
-        """The distinct (slice, sizes of axes), and the index of each candidate's."""
-        keys = [(s.slice, tuple(s.group)) for s in self.splits]
-        distinct = list(dict.fromkeys(keys))
-        return distinct, np.array([distinct.index(key) for key in keys])
+    def _machines(self) -> tuple[list[Machine], Ints]:
+        """The distinct meshes on slices, and the index of each candidate's."""
+        machines = [s.machine for s in self.splits]
+        distinct = list(dict.fromkeys(machines))
+        return distinct, np.array([distinct.index(machine) for machine in machines])
 
     @cached_property
     def _types(self) -> tuple[list[tuple[frozenset[str], int]], Ints]:
@@ -79,10 +78,10 @@ class Batch:
         """The size of [candidate, axis]."""
         return np.array([s.group for s in self.splits], float).reshape(len(self.candidates), -1)
 
-    def _by_machine(self, value: Callable[[Slice, tuple[int, ...]], float]) -> Floats:
-        """A figure of each candidate's slice and sizes."""
+    def _by_machine(self, value: Callable[[Machine], float]) -> Floats:
+        """A figure of each candidate's machine."""
         distinct, index = self._machines
-        return np.array([value(*machine) for machine in distinct])[index]
+        return np.array([value(machine) for machine in distinct])[index]
 
     # ------------------------------------------------------------ nodes
 
@@ -114,8 +113,8 @@ class Batch:
         options, possible = self._options(node)
         distinct, index = self._machines
         own = []
-        for machine, (_, sizes) in enumerate(distinct):
-            splits = self.splits[int(np.argmax(index == machine))]
+        for place, (_, sizes, _) in enumerate(distinct):
+            splits = self.splits[int(np.argmax(index == place))]
             traffic = splits.traffic(flow, number, prod(sizes))
             own.append(self._joint_seconds(node, splits, options, sizes, traffic))
         seconds: Floats = np.array(own)[index]
@@ -288,8 +287,7 @@ class Batch:
         if rate is None:
             rate = np.zeros(len(self.candidates))
             if axes and not self.compiler.offloads(KINDS[kind], self.candidates[0].slice.chip):
-                whole = self.compiler.whole_torus_axes
-                rate = self._by_machine(lambda where, sizes: wire_seconds(where, sizes, axes, KINDS[kind], whole))
+                rate = self._by_machine(lambda machine: wire_seconds(machine, axes, KINDS[kind]))
             self._rates[key] = rate
         return rate
 
@@ -406,7 +404,6 @@ class Batch:
                     again = np.where(same, gathered, again)
                     in_turn = np.where(same, scattered + reduced, in_turn)
                 seconds[number] = np.minimum(seconds[number] + again, in_turn) if number else 0.0
-        whole = self.compiler.whole_torus_axes
-        most = self._by_machine(lambda where, sizes: overhead_seconds(where, sizes, KINDS[first], whole))
+        most = self._by_machine(lambda machine: overhead_seconds(machine, KINDS[first]))
         least = np.array([self._least_bytes(edge.sizes, axes) for axes in subsets])
         return np.where((seconds < most) & (least < THRESHOLD_BYTES), 0.0, seconds)
