@@ -107,12 +107,16 @@ def temporaries_of(program: Program, loop: Loop | None = None) -> dict[Instructi
 def _largest_temporary(
     x: Value, maker: Mapping[Value, Instruction], stored: Stored, known: dict[Value, float]
 ) -> float:
-    """Bytes of the largest temporary that a kernel reads for a value; `maker`: value -> instruction of the kernel."""
+    """Bytes of the largest temporary that a kernel reads for a value; `maker`: value -> instruction of the kernel.
+
+    Axes that do not split the value may split what it sums, each into as many parts as there are summands at most.
+    """
     if x not in known:
         sources = maker[x].inputs if x in maker else stored.recomputed[x].of if x in stored.recomputed else None
         own = 0.0 if stored.of(x) in stored.held else float(stored.sizes(x)[0])
         if sources is not None:
-            own = min(own, max((_largest_temporary(y, maker, stored, known) for y in sources), default=0.0))
+            shares = {y: min(1.0, x.local_size / max(1, y.local_size)) for y in sources}
+            own = min(own, max((shares[y] * _largest_temporary(y, maker, stored, known) for y in shares), default=0.0))
         known[x] = own
     return known[x]
 
