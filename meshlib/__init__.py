@@ -195,12 +195,16 @@ if _TYPE_CHECKING:
     from meshlib.ops.pointwise.activations import swish as swish
     from meshlib.ops.pointwise.binary import add as add
     from meshlib.ops.pointwise.binary import add_n as add_n
+    from meshlib.ops.pointwise.binary import bitwise_and as bitwise_and
+    from meshlib.ops.pointwise.binary import bitwise_or as bitwise_or
+    from meshlib.ops.pointwise.binary import bitwise_xor as bitwise_xor
     from meshlib.ops.pointwise.binary import clip_by_value as clip_by_value
     from meshlib.ops.pointwise.binary import divide as divide
     from meshlib.ops.pointwise.binary import equal as equal
     from meshlib.ops.pointwise.binary import floordiv as floordiv
     from meshlib.ops.pointwise.binary import greater as greater
     from meshlib.ops.pointwise.binary import greater_equal as greater_equal
+    from meshlib.ops.pointwise.binary import left_shift as left_shift
     from meshlib.ops.pointwise.binary import less as less
     from meshlib.ops.pointwise.binary import less_equal as less_equal
     from meshlib.ops.pointwise.binary import logical_and as logical_and
@@ -211,9 +215,11 @@ if _TYPE_CHECKING:
     from meshlib.ops.pointwise.binary import multiply as multiply
     from meshlib.ops.pointwise.binary import not_equal as not_equal
     from meshlib.ops.pointwise.binary import pow as pow
+    from meshlib.ops.pointwise.binary import right_shift as right_shift
     from meshlib.ops.pointwise.binary import squared_difference as squared_difference
     from meshlib.ops.pointwise.binary import sub as sub
     from meshlib.ops.pointwise.binary import subtract as subtract
+    from meshlib.ops.pointwise.casts import bitcast as bitcast
     from meshlib.ops.pointwise.casts import cast as cast
     from meshlib.ops.pointwise.casts import to_bfloat16 as to_bfloat16
     from meshlib.ops.pointwise.casts import to_float as to_float

@@ -7,6 +7,7 @@ away from kinks and ties, so that neither a lost sign nor a swapped index cancel
 from __future__ import annotations
 
 import math
+import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -75,6 +76,16 @@ def distinct(text: str, shift: float = 0.0) -> Input:
 def whole(text: str, low: int = -5, high: int = 9, dtype: str = "int32") -> Input:
     """Integers in [low, high) without 0."""
     return Input(Shape(text), lambda rng, shape: rng.choice([i for i in range(low, high) if i], shape), dtype)
+
+
+def words(text: str) -> Input:
+    """int32 of any bits."""
+    return Input(Shape(text), lambda rng, shape: rng.integers(-(2**31), 2**31, shape), "int32")
+
+
+def _low_word(value: int) -> int:
+    """The low 32 bits, with a sign."""
+    return (value + 2**31) % 2**32 - 2**31
 
 
 def index(text: str, below: int) -> Input:
@@ -1294,6 +1305,36 @@ for _name, _function in (
         lambda f, x, y, n=_name: x // y if n == "floordiv" else x % y,
         lambda x, y, g=_function: g(x[:, None], y),
     )
+for _name, _function in (
+    ("bitwise_and", lambda x, y: x & y),
+    ("bitwise_or", lambda x, y: x | y),
+    ("bitwise_xor", lambda x, y: x ^ y),
+    ("left_shift", lambda x, y: x << y if 0 <= y < 32 else 0),
+    ("right_shift", lambda x, y: x >> (y if 0 <= y < 32 else 32)),
+):
+    row(
+        _name,
+        "union",
+        {"x": words("a:4;b:6"), "y": whole("c:12;b:6", -3, 36) if _name.endswith("shift") else words("c:2;b:6")},
+        lambda f, x, y, n=_name: getattr(mtf, n)(x, y),
+        lambda x, y, g=_function: np.array(
+            [[[_low_word(g(int(a[b]), int(c[b]))) for c in y] for b in range(6)] for a in x]
+        ),
+    )
+row(
+    "bitcast",
+    "floats",
+    {"x": single("a:4;b:6", "float32")},
+    lambda f, x: mtf.bitcast(x),
+    lambda x: np.array([[struct.unpack("i", struct.pack("f", v))[0] for v in of_a] for of_a in x]),
+)
+row(
+    "bitcast",
+    "words",
+    {"x": whole("a:4;b:6", 0x3F000000, 0x3F000100)},
+    lambda f, x: mtf.bitcast(x),
+    lambda x: np.array([[struct.unpack("f", struct.pack("i", v))[0] for v in of_a] for of_a in x]),
+)
 row("floordiv", "number first", {"x": whole("a:4;b:6")}, lambda f, x: 20 // x, lambda x: np.floor(20 / x))
 row("mod", "number", {"x": whole("a:4;b:6")}, lambda f, x: x % 4, lambda x: x - 4 * np.floor(x / 4))
 row(

@@ -926,6 +926,7 @@ SANE: dict[str, Callable[[], object]] = {
     "input_dims": lambda: [BATCH], "output_shape": lambda: [BATCH, INNER], "disable_positional_args": lambda: None,
     "trips": lambda: 2, "body": lambda: lambda v: v, "inputs": lambda: [x()],
 }  # fmt: skip
+BITWISE = [n for n in public_names(mtf) if n.startswith("bitwise_") or (n.endswith("_shift") and n != "dynamic_shift")]
 CONVOLUTIONS = [n for n in public_names(mtf) if "conv" in n and "us_" not in n]
 
 
@@ -943,6 +944,7 @@ SANE_FOR: dict[tuple[str, str], Callable[[], object]] = {
     ("scatter_add", "output_shape"): lambda: [VOCAB], ("logical_not", "x"): lambda: x() > 0,
     ("logical_and", "x1"): lambda: x() > 0, ("logical_and", "x2"): lambda: x(name="x2") > 0,
     ("logical_or", "x1"): lambda: x() > 0, ("logical_or", "x2"): lambda: x(name="x2") > 0,
+    **{(n, arg): lambda arg=arg: x(name=arg, dtype="int32") for n in BITWISE for arg in ("x1", "x2")},
     ("while_loop", "inputs"): lambda: [x()], ("shift", "dim"): lambda: BATCH, ("shift", "offset"): lambda: 1,
     ("shift", "wrap"): lambda: False,
     ("logical_xor", "x1"): lambda: x() > 0, ("logical_xor", "x2"): lambda: x(name="x2") > 0,

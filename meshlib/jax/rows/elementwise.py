@@ -26,10 +26,20 @@ def _of_integers(function: Callable[..., Any]) -> Callable[..., Any]:
     return local
 
 
+def _bits(x: Array) -> Array:
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return lax.bitcast_convert_type(x, jnp.float32)
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+
+
 ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "abs": jnp.abs,
     "add": jnp.add,
     "add_n": lambda *xs: reduce(operator.add, xs),
+    "bitcast": _bits,
+    "bitwise_and": jnp.bitwise_and,
+    "bitwise_or": jnp.bitwise_or,
+    "bitwise_xor": jnp.bitwise_xor,
     "ceil": jnp.ceil,
     "cos": jnp.cos,
     "divide": jnp.divide,
@@ -41,6 +51,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "floordiv": _of_integers(jnp.floor_divide),
     "greater": jnp.greater,
     "greater_equal": jnp.greater_equal,
+    "left_shift": jnp.left_shift,
     "less": jnp.less,
     "less_equal": jnp.less_equal,
     "log": jnp.log,
@@ -58,6 +69,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "reciprocal": lambda x: 1 / x,
     "relu": lambda x: jnp.maximum(x, 0),
     "relu_grad": lambda dy, y: jnp.where(y > 0, dy, jnp.zeros_like(dy) * dy),  # NaN propagates, as in a product
+    "right_shift": jnp.right_shift,
     "round": jnp.round,
     "rsqrt": lambda x: 1 / jnp.sqrt(x),
     "sigmoid": jax.nn.sigmoid,

@@ -18,6 +18,7 @@ from meshlib.ops.pointwise.elementwise import (
     COMPARED,
     FLAGS,
     FLOATS,
+    INTEGERS,
     NUMBERS,
     ORDERED,
     Binary,
@@ -31,6 +32,12 @@ from meshlib.ops.pointwise.unary import log, square
 from meshlib.ops.rules import not_differentiable
 
 Side = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+_EXAMPLES: dict[ShapeRule, tuple[str, list[tuple[Any, Any]]]] = {
+    FLAGS: ("bool", [(True, True), (True, False)]),
+    INTEGERS: ("int32", [(7, 2), (2, 3)]),
+}
 
 
 def _binary(
@@ -62,17 +69,19 @@ def _binary(
         return broadcast_to(build(kind, operands, {}, name), output_shape)
 
     public.__name__ = public.__qualname__ = name
-    truth = shape is FLAGS
+    of_one_dtype, pair = _EXAMPLES.get(shape, ("one dtype", [(7.0, 2.0), (2.0, 2.0)]))
     public.__doc__ = described(
         f"{doc}, broadcast by name{note}", name, function,
-        dict(zip(("x1", "x2"), [(True, True), (True, False)] if truth else [(7.0, 2.0), (2.0, 2.0)], strict=True)),
-        f"  x1, x2: tensors of {'bool' if truth else 'one dtype'}, or one of them a number; dims are matched by name.\n"
+        dict(zip(("x1", "x2"), pair, strict=True)),
+        f"  x1, x2: tensors of {of_one_dtype}, or one of them a number; dims are matched by name.\n"
         "  output_shape: the dims of the result in this order; by default those of x1, then the other dims of x2.",
     )  # fmt: skip
     return public
 
 
 _compare = partial(_binary, note="; bool", shape=COMPARED)
+_of_bits = partial(_binary, note="; int32", shape=INTEGERS, repeated=True)
+_WHOLE = "; a negative x2, or one above 31, moves all of them out; int32"
 _together: dict[str, Any] = {"linear": lambda op: Linear((0, 1), together=True), "repeated": True}
 
 less = _compare("less", "x1 < x2", np.less)
@@ -83,6 +92,13 @@ equal = _compare("equal", "x1 == x2", np.equal)
 not_equal = _compare("not_equal", "x1 != x2", np.not_equal)
 logical_and = _binary("logical_and", "x1 and x2", np.logical_and, note="; bool", shape=FLAGS)
 logical_or = _binary("logical_or", "x1 or x2", np.logical_or, note="; bool", shape=FLAGS)
+bitwise_and = _of_bits("bitwise_and", "The bits that are set in both operands", np.bitwise_and)
+bitwise_or = _of_bits("bitwise_or", "The bits that are set in either operand", np.bitwise_or)
+bitwise_xor = _of_bits("bitwise_xor", "The bits that are set in one operand alone", np.bitwise_xor)
+left_shift = _of_bits("left_shift", "The bits of x1 moved up by x2", np.left_shift, note="; zeros from below" + _WHOLE)
+right_shift = _of_bits(
+    "right_shift", "The bits of x1 moved down by x2", np.right_shift, note="; copies of its sign from above" + _WHOLE
+)
 add = _binary(
     "add",
     "x1 + x2",

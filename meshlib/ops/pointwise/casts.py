@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from meshlib.core.dtypes import as_dtype
+from meshlib.core.dtypes import FLOAT32, INT32, as_dtype
+from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType
 from meshlib.core.opdef import NONLINEAR, Array, Block, Home, Linear
 from meshlib.ops.building import build, tensor
 from meshlib.ops.pointwise.elementwise import define
+from meshlib.ops.rules import not_differentiable
 
 
 def _cast_linear(op: Operation) -> Linear:
@@ -61,6 +65,39 @@ def cast(x: Tensor, dtype: object, name: str | None = None) -> Tensor:
     """
     new = as_dtype(dtype)
     return x if tensor(x, "cast").dtype is new else build(CAST, [x], {"dtype": new}, name)
+
+
+def _bits_local(block: Block, x: Array) -> Array:
+    out = block.result()
+    bits = x.astype(np.float32) if x.dtype.kind == "f" else x  # floats may be stored in float64
+    np.copyto(out, bits.view(np.int32 if bits.dtype == np.float32 else np.float32))
+    return out
+
+
+def _bits_shape(types: tuple[TensorType, ...], attrs: Mapping[str, object]) -> TensorType:
+    other = {FLOAT32: INT32, INT32: FLOAT32}.get(types[0].dtype)
+    if other is None:
+        raise ShapeError(f"needs a float32 or int32 operand, got {types[0].dtype.name}; cast it with mtf.cast")
+    return TensorType(types[0].shape, other)
+
+
+_BITCAST = define(
+    "bitcast", np.copyto, not_differentiable, _bits_shape, local=_bits_local, home=Home.OPERAND, repeated=True
+)
+
+
+def bitcast(x: Tensor, name: str | None = None) -> Tensor:
+    """The bits of a float32 tensor as int32, or of an int32 tensor as float32; passes no gradient.
+
+    Raises: ShapeError for other dtypes.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.bitcast(mtf.input("x", "d:2"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[1.0, -0.0])["y"])
+      [ 1065353216 -2147483648]
+    """
+    return build(_BITCAST, [tensor(x, "bitcast")], {}, name)
 
 
 def narrower(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from layouts import Dimension, Shape
-from meshlib.core.dtypes import BOOL, DType
+from meshlib.core.dtypes import BOOL, INT32, DType
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, TensorType
 from meshlib.core.opdef import EVERY, Array, Block, GradRule, Kind, OpDef, ShapeRule, Work, operation
@@ -59,6 +59,7 @@ FLAG = dtype_rule(lambda dtype: dtype is BOOL, "a bool operand, got {}; cast it 
 FLOATS = dtype_rule(lambda dtype: dtype.is_wide_float, "float operands, got {}; cast them with mtf.cast")
 NUMBERS = dtype_rule(lambda dtype: dtype.computes, "numbers, got {}; cast them, or use mtf.logical_and, mtf.logical_or")
 ORDERED = dtype_rule(lambda dtype: dtype is not BOOL, "numbers, got {}; use mtf.logical_and, mtf.logical_or")
+INTEGERS = dtype_rule(lambda dtype: dtype is INT32, "int32 operands, got {}; cast them with mtf.cast")
 FLAGS = dtype_rule(lambda dtype: dtype is BOOL, "bool operands, got {}; compare first, as in mtf.greater(x, 0)")
 ANY = dtype_rule(lambda dtype: True, "")
 COMPARED = dtype_rule(lambda dtype: True, "", result_dtype=BOOL)
@@ -92,10 +93,11 @@ def described(
     doc: str, name: str, function: Callable[..., Any], operands: Mapping[str, Sequence[object]], arguments: str
 ) -> str:
     """The docstring of an operation, with an example whose result its own function gives."""
-    arrays = [np.array(x, bool if isinstance(x[0], bool) else np.float32) for x in operands.values()]
+    dtypes = {bool: "bool", int: "int32", float: "float32"}
+    arrays = [np.array(x, dtypes[type(x[0])]) for x in operands.values()]
     out = np.empty_like(function(*arrays) if isinstance(function, np.ufunc) else arrays[0])
     function(*arrays, out=out)
-    dtype = ', "bool"' if arrays[0].dtype == bool else ""
+    dtype = "" if arrays[0].dtype == np.float32 else f', "{arrays[0].dtype}"'
     inputs = ", ".join(f'mtf.input("{x}", "d:2"{dtype})' for x in operands)
     feeds = ", ".join(f"{x}={list(values)}" for x, values in operands.items())
     text = f"""{doc}.
