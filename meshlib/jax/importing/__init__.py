@@ -36,6 +36,7 @@ from meshlib.jax.importing.code import DTYPES, NARROW, Code, NotImported, Source
 from meshlib.jax.importing.constraints import Constraints
 from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.imported import Argument, Call, ImportedGraph
+from meshlib.jax.importing.integers import same_bits
 from meshlib.jax.importing.kernels import checked_kernels, refuse_unknown
 from meshlib.jax.importing.layers import tie_layers
 from meshlib.jax.importing.leaves import (
@@ -274,6 +275,8 @@ def _write_argument(graph: ImportedGraph, writer: StepWriter, leaf: Leaf, array:
     """Add an input, or a variable with the values of `array`, for an argument."""
     shape = writer.shape(leaf.var.axes)
     parts = tuple(writer.shape([a]) for a in leaf.var.axes)
+    if leaf.var.dtype == "uint32":
+        graph.unsigned.add(leaf.name)
     graph.arguments[leaf.name] = Argument(leaf.name, leaf.var.shape, shape, leaf.variable, parts)
     dtype = leaf.var.dtype if leaf.var.dtype in NARROW else DTYPES[leaf.var.dtype]
     if leaf.variable:
@@ -337,6 +340,8 @@ def _graph(
                 continue
             graph.outputs[name] = writer.full(writer.tensor(out), out.axes)
             graph.shapes[name] = out.shape
+            if out.dtype == "uint32":
+                graph.unsigned.add(name)
             graph.result_axes[name] = tuple(writer.shape([a]) for a in out.axes)
     graph.constraints = tuple(constraints.recorded)
     graph.named_dims = frozenset(map(writer.dim, axes.flat(_named_axes(leaves))))
@@ -372,4 +377,4 @@ def _initial(value: Any, shape: Shape, dtype: str) -> Initializer | np.ndarray[A
     array = concrete(value)
     if array is None:
         return None if as_dtype(dtype).is_float else zeros()
-    return array.reshape(shape.sizes)
+    return same_bits(array).reshape(shape.sizes)

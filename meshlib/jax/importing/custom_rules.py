@@ -28,7 +28,10 @@ _FORWARD = ("call_jaxpr", "fun_jaxpr", "traced")
 _DERIVATIVES = ("relu", "_softmax")
 # Calls that define their transpose, `jax.custom_derivatives.linear_call` and `lax.custom_linear_solve`, and those that
 # JAX differentiates by a formula, because the loop over columns that implements them here would save every trip.
-_ALWAYS = ("linear_call", "custom_linear_solve", "cholesky", "triangular_solve", "lu")
+_ALWAYS = (
+    "linear_call", "custom_linear_solve", "cholesky", "triangular_solve", "lu", "qr", "tridiagonal_solve", "bessel_i0e",
+    "bessel_i1e",
+)  # fmt: skip
 HIGH_LEVEL = "call_hi_primitive"  # a call that JAX 0.11 keeps as an object with its rules, until it is compiled
 
 

@@ -18,11 +18,15 @@ from meshlib.jax.importing.writing import StepWriter
 from meshlib.ops.control.custom_gradients import gradient_of_residuals
 from meshlib.ops.pointwise.binary import (
     add,
+    bitwise_and,
+    bitwise_or,
+    bitwise_xor,
     divide,
     equal,
     floordiv,
     greater,
     greater_equal,
+    left_shift,
     less,
     less_equal,
     logical_and,
@@ -33,6 +37,7 @@ from meshlib.ops.pointwise.binary import (
     multiply,
     not_equal,
     pow,
+    right_shift,
     subtract,
 )
 from meshlib.ops.pointwise.casts import cast
@@ -66,7 +71,7 @@ from meshlib.ops.pointwise.unary import (
 Function = Callable[..., Any]
 
 
-def _row(name: str, function: Function, fold: Function | None, fault: Function = lambda step: None) -> None:
+def _row(name: str, function: Function, fold: Function | None) -> None:
     def write(w: StepWriter, step: CodeStep) -> Tensor:
         operands = w.operands(step)
         if not any(isinstance(x, Tensor) for x in operands):
@@ -74,7 +79,7 @@ def _row(name: str, function: Function, fold: Function | None, fault: Function =
         result: Tensor = function(*operands)
         return result
 
-    rule(name, axes=same_axes, write=write, fold=_folding(fold), fault=fault, by_element=True)
+    rule(name, axes=same_axes, write=write, fold=_folding(fold), by_element=True)
 
 
 def _folding(function: Function | None) -> Function | None:
@@ -267,53 +272,31 @@ def _logic(function: Function, neutral: bool) -> Function:
     return write
 
 
-def _flags(step: CodeStep) -> str | None:
-    return None if all(x.dtype == "bool" for x in step.ins) else "of integers, bit by bit"
+def _by_bits(of_flags: Function, of_integers: Function) -> Function:
+    """`of_flags` for bool operands, `of_integers` for others."""
+
+    def write(x: Operand, y: Operand) -> Operand:
+        flags = any((v.dtype is BOOL) if isinstance(v, Tensor) else isinstance(v, bool) for v in (x, y))
+        result: Operand = (of_flags if flags else of_integers)(x, y)
+        return result
+
+    return write
 
 
 def _no(x: Operand) -> Operand:
     return logical_not(x) if isinstance(x, Tensor) else not x
 
 
-def _low_bits(step: CodeStep) -> tuple[int, int] | None:
-    """For `integer & (2^k - 1)`: the position of the constant operand, and 2^k."""
-    for n, x in enumerate(step.ins):
-        if x.number is not None and x.dtype != "bool" and x.number >= 0 and (int(x.number) + 1).bit_count() == 1:
-            return n, int(x.number) + 1
-    return None
-
-
-def _and(w: StepWriter, step: CodeStep) -> Operand:
-    low = _low_bits(step)
-    if low is None:
-        both: Operand = _both(*w.operands(step))
-        return both
-    at, count = low
-    x = w.operand_tensor(step, 1 - at)
-    if count < 2**31:
-        return mod(x, count)
-    return where(less(x, 0), x + 2**30 + 2**30, x) if count == 2**31 else x  # without the sign, or all bits
-
-
-def _shift_fault(step: CodeStep) -> str | None:
-    count = step.ins[1].number
-    return None if count is not None and 0 <= count < 31 else "by a number of bits that is computed"
-
-
-def _shifted_left(x: Tensor, bits: int) -> Operand:
-    return multiply(x, 2**bits)
-
-
-def _shifted_right(x: Tensor, bits: int) -> Operand:
-    return floordiv(x, 2**bits)
-
-
 def _shifted_in_zeros(w: StepWriter, step: CodeStep) -> Operand:
-    """Clear the bits that an arithmetic shift of a negative number fills with its sign."""
-    x, bits, held = w.operand_tensor(step, 0), int(step.ins[1].number), bits_of(step.ins[0].dtype)
-    moved = floordiv(x, 2**bits)
-    half = 2 ** (min(held, 32) - bits - 1)
-    return where(less(x, 0), moved + half + half, moved) if bits else x
+    """A shift to the right that fills with zeros, where `right_shift` fills with the sign."""
+    x, count = w.operand_tensor(step, 0), w.operands(step)[1]
+    held = bits_of(step.ins[0].dtype)
+    if held < 32:
+        return right_shift(bitwise_and(x, 2**held - 1), count)
+    moved = right_shift(bitwise_and(right_shift(x, 1), 2**31 - 1), count - 1)
+    if isinstance(count, Tensor):
+        return where(equal(count, 0), x, moved)
+    return moved if count else x
 
 
 def _not_a_number(x: Operand) -> Operand:
@@ -352,21 +335,15 @@ _BINARY: tuple[_Row, ...] = (
 for _row_of in _BINARY:
     _row(*_row_of)
 rule("pow", axes=same_axes, write=_pow, fold=_folding(np.power), by_element=True)
-_row("shift_left", _shifted_left, np.left_shift, _shift_fault)
-_row("shift_right_arithmetic", _shifted_right, np.right_shift, _shift_fault)
-rule("shift_right_logical", axes=same_axes, write=_shifted_in_zeros, fault=_shift_fault, by_element=True)
+_row("shift_left", left_shift, np.left_shift)
+_row("shift_right_arithmetic", right_shift, np.right_shift)
+rule("shift_right_logical", axes=same_axes, write=_shifted_in_zeros, by_element=True)
+_row("and", _by_bits(_both, bitwise_and), np.bitwise_and)
+_row("or", _by_bits(_either, bitwise_or), np.bitwise_or)
+_row("xor", _by_bits(_logic(logical_xor, False), bitwise_xor), np.bitwise_xor)
+_row("eq_to", lambda x, y: _either(equal(x, y), _both(_not_a_number(x), _not_a_number(y))), None)
 _row("le_to", _in_order(less_equal, strict=False), None)
 _row("lt_to", _in_order(less, strict=True), None)
-rule(
-    "and",
-    axes=same_axes,
-    write=_and,
-    fold=_folding(np.bitwise_and),
-    fault=lambda step: None if _low_bits(step) else _flags(step),
-    by_element=True,
-)
-_row("or", _either, np.bitwise_or, _flags)
-_row("xor", _logic(logical_xor, False), np.bitwise_xor, _flags)
 
 
 # ---------------------------------------------------------------- three and more operands

@@ -13,6 +13,7 @@ from meshlib.core.arguments import at
 from meshlib.core.errors import GraphError, nearest
 from meshlib.core.graph import Graph, Tensor
 from meshlib.jax.importing.constraints import Constraint
+from meshlib.jax.importing.integers import same_bits
 from meshlib.jax.importing.leaves import leaves_of
 from meshlib.jax.importing.placement import Specs, rules_of
 
@@ -55,6 +56,7 @@ class ImportedGraph(Graph):
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     # for each axis of a result, the dims whose product it is
     result_axes: dict[str, tuple[Shape, ...]] = field(default_factory=dict)
+    unsigned: set[str] = field(default_factory=set)  # results and arguments of uint32, computed as int32
     call: Call | None = None
 
     @property
@@ -89,7 +91,8 @@ class ImportedGraph(Graph):
             if shape is None:
                 known = [*self.shapes, *self.arguments]
                 raise GraphError(f"{at('to_jax')}: no result or argument is called {name!r}{nearest(name, known)}")
-            leaves[name] = np.asarray(value).reshape(shape)
+            array = np.asarray(value).reshape(shape)
+            leaves[name] = array.view("uint32") if name in self.unsigned else array
         return leaves
 
     def layout(self, *specs: Specs, scope: str | None = None) -> LayoutRules:
@@ -120,5 +123,5 @@ class ImportedGraph(Graph):
                 raise GraphError(
                     f"{at('feeds')}: '{name}' has shape {list(array.shape)}, but {list(argument.jax_shape)} was traced"
                 )
-            arrays[name] = array.reshape(argument.shape.sizes)
+            arrays[name] = same_bits(array).reshape(argument.shape.sizes)
         return arrays

@@ -21,10 +21,15 @@ from meshlib.ops.pointwise.casts import cast
 SHORT = ("int4", "int8", "int16", "uint8", "uint16")
 # Primitives whose results may be outside the range of their operands.
 _EXCEEDING = frozenset([
-    "abs", "add", "add_any", "conv_general_dilated", "convert_element_type", "cumprod", "cumsum", "div", "dot_general",
-    "integer_pow", "mul", "neg", "not", "pow", "ragged_dot_general", "random_bits", "reduce_prod", "reduce_sum",
-    "scatter-add", "scatter_add", "shift_left", "shift_right_logical", "square", "sub",
+    "abs", "add", "add_any", "bitcast_convert_type", "conv_general_dilated", "convert_element_type", "cumprod",
+    "cumsum", "div", "dot_general", "integer_pow", "mul", "neg", "not", "pow", "ragged_dot_general", "random_bits",
+    "reduce_prod", "reduce_sum", "scatter-add", "scatter_add", "shift_left", "shift_right_logical", "square", "sub",
 ])  # fmt: skip
+
+
+def same_bits(array: Array) -> Array:
+    """uint32 as int32 of the same bits; arrays of other dtypes unchanged."""
+    return array.view("int32") if array.dtype == np.uint32 else array
 
 
 def bits_of(dtype: str) -> int:

@@ -14,8 +14,8 @@ from meshlib.jax.importing.masks import hot
 from meshlib.jax.importing.table import rule, same_axes
 from meshlib.jax.importing.writing import StepWriter
 from meshlib.ops.control.state import identity, stop_gradient
-from meshlib.ops.pointwise.binary import not_equal
-from meshlib.ops.pointwise.casts import CAST, cast
+from meshlib.ops.pointwise.binary import left_shift, not_equal, right_shift
+from meshlib.ops.pointwise.casts import CAST, bitcast, cast
 
 
 def _convert(w: StepWriter, step: CodeStep) -> Tensor:
@@ -41,6 +41,28 @@ rule(
     fold=lambda step, x: converted(x, step.outs[0].dtype),
     by_element=True,
 )
+
+
+_BITS = {"float32": 32, "bfloat16": 16, **{f"{sign}int{n}": n for sign in ("", "u") for n in (8, 16, 32)}}
+
+
+def _reread_fault(step: CodeStep) -> str | None:
+    old, new = step.ins[0].dtype, step.outs[0].dtype
+    same = old in _BITS and _BITS[old] == _BITS.get(new)
+    return None if same else f"from {old} to {new}; both must have 8, 16 or 32 bits"
+
+
+def _reread(w: StepWriter, step: CodeStep) -> Tensor:
+    """The bits of values as another dtype; those of bfloat16 are the upper half of float32's."""
+    x, old, new = w.operand_tensor(step, 0), step.ins[0].dtype, step.outs[0].dtype
+    if ("float" in old) == ("float" in new):
+        return x  # integers are brought into the range of the new dtype
+    if old == "bfloat16":
+        return right_shift(bitcast(cast(x, "float32")), 16)
+    return cast(bitcast(left_shift(x, 16)), "bfloat16") if new == "bfloat16" else bitcast(x)
+
+
+rule("bitcast_convert_type", axes=same_axes, write=_reread, fault=_reread_fault, by_element=True)
 
 
 def _pass(w: StepWriter, step: CodeStep) -> list[Tensor | None]:

@@ -70,7 +70,9 @@ class Tracing:
 
     def var(self, aval: Any, data: bool = True, of_keys: bool = False) -> Var:
         """A value known by its type alone. `of_keys`: it is a key if raw keys have that type."""
-        dtype = self.half if str(aval.dtype) == "float16" else str(aval.dtype)
+        # Tangents of integers have no value.
+        dtype = "bool" if aval.dtype == jax.dtypes.float0 else str(aval.dtype)
+        dtype = self.half if dtype == "float16" else dtype
         key = dtype.startswith("key<") or (of_keys and dtype == "uint32")
         level = len(self.levels) - 1
         return Var(tuple(map(int, aval.shape)), dtype, self.axes.space(), key=key, data=data, level=level)
@@ -84,7 +86,7 @@ class Tracing:
             return ComplexPair(*parts)
         x = self.var(aval, data=False)
         if not x.key:
-            self.set_known(x, np.asarray(value))
+            self.set_known(x, np.zeros(x.shape, bool) if aval.dtype == jax.dtypes.float0 else np.asarray(value))
         return x
 
     def set_known(self, x: Var, array: Array) -> None:

@@ -19,7 +19,7 @@ from meshlib.core.source_lines import written_at
 from meshlib.jax.importing.axes import Axes, Axis, equal_groups
 from meshlib.jax.importing.code import DTYPES, Code, CodeStep, SourcePlace, Var
 from meshlib.jax.importing.constraints import Constraints
-from meshlib.jax.importing.integers import in_range
+from meshlib.jax.importing.integers import in_range, same_bits
 from meshlib.jax.importing.masks import known
 from meshlib.jax.importing.table import RULES, Operand
 from meshlib.ops.control.remat import PartialPolicy
@@ -100,7 +100,7 @@ class StepWriter:
             return self.tensors[x]
         if x.number is not None:
             return constant(_plain(x), [], DTYPES[x.dtype])
-        return known(_same_bits(x), self.shape(x.axes), DTYPES[x.dtype])
+        return known(_elements(x), self.shape(x.axes), DTYPES[x.dtype])
 
     def as_tensor(self, x: Operand, like: Var) -> Tensor:
         """A tensor; numbers become constants in the dtype of `like`."""
@@ -207,12 +207,12 @@ def dims_of(t: Tensor, order: Sequence[Dimension]) -> Tensor:
     return transpose(t, order)
 
 
-def _same_bits(x: Var) -> np.ndarray[Any, Any]:
+def _elements(x: Var) -> np.ndarray[Any, Any]:
     """Known elements; those of uint32 as int32 of the same bits."""
-    return np.asarray(x.const, x.dtype).view("int32") if x.dtype == "uint32" else np.asarray(x.const)
+    return same_bits(np.asarray(x.const, "uint32" if x.dtype == "uint32" else None))
 
 
 def _plain(x: Var) -> bool | int | float:
-    value = _same_bits(x).item()
+    value = _elements(x).item()
     assert isinstance(value, bool | int | float)
     return value

@@ -24,6 +24,7 @@ Z = (X + 1j * X[::-1]).astype(np.complex64)
 SIZES = np.array([2, 0, 3], np.int32)
 OF_EACH = np.array([[3, 2, 1], [0, 4, 1]], np.int32)
 AT = np.array([[-1, 7], [12, 3]], np.int32)
+gmres = jax.scipy.sparse.linalg.gmres
 solve_triangular = jax.scipy.linalg.solve_triangular
 
 
@@ -49,6 +50,28 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "solve several": (lambda s, x: (jnp.linalg.solve(s, x.T) ** 2).sum(), (POSITIVE, X)),
     "inverse": (lambda s: (jnp.linalg.inv(s) * W[1]).sum(), (POSITIVE[0],)),
     "determinant": (lambda s: jnp.linalg.slogdet(s)[1].sum(), (POSITIVE,)),
+    "qr": (lambda x: (jnp.linalg.qr(x)[0] @ W[0] + jnp.linalg.qr(x)[1]).sum() + (x[2:] ** 2).sum(), (X[:4],)),
+    "thin qr": (lambda x: (jnp.linalg.qr(x)[0] * X[::-1]).sum(), (X,)),
+    "qr of other forms": (
+        lambda x: (x.sum(), jnp.linalg.qr(x, mode="complete"), jnp.linalg.qr(jnp.stack([x.T, x.T**2]), mode="r")),
+        (X,),
+    ),
+    "tridiagonal": (
+        lambda w, x: (lax.linalg.tridiagonal_solve(w[0, 0], w[0, 1] + 4, w[0, 2], x.T) ** 2).sum(),
+        (W * (1 - np.eye(4, dtype=np.float32)), X),
+    ),
+    "krylov space": (
+        lambda w, x: (
+            jax.scipy.sparse.linalg.gmres(lambda v: w[0] @ v + 4 * v, x[0], restart=3, maxiter=2)[0] ** 2
+        ).sum(),
+        (W, X),
+    ),
+    "bessel": (
+        lambda x: (jax.scipy.special.i0e(x * 6) * jnp.sin(x) + jax.scipy.special.i1e(x * 6)).sum(),
+        (X,),
+    ),
+    "polygamma": (lambda x: (x.sum(), jax.scipy.special.polygamma(jnp.array([0, 1, 2, 3]), x * x + 0.5)), (X,)),
+    "subtracted rows": (lambda w, x: (x.at[np.array([0, 1, 1])].subtract(w[:, 0] * x[:3]) ** 2).sum(), (W, X)),
     "grouped product": (lambda w, x, n: (lax.ragged_dot(x, w, n) ** 2).sum(), (W, X, SIZES)),
     "gradient of a grouped product": (
         lambda w, n: (jax.vjp(lambda v: lax.ragged_dot(X, v, n), w)[1](jnp.asarray(X))[0] * w).sum(),
@@ -81,7 +104,9 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 LAYOUTS = [("m:3", "a:m?"), ("m:2", "b:m;r:m?"), ("m:2;n:2", "c:m;r:n")]
 
 
-@pytest.mark.parametrize("name", some([*CASES], ["solve with pivots", "grouped product", "complex functions"]))
+@pytest.mark.parametrize(
+    "name", some([*CASES], ["solve with pivots", "grouped product", "complex functions", "qr", "subtracted rows"])
+)
 def test_as_jax(name: str) -> None:
     function, args = CASES[name]
     names = {3: "a b c", 2: "r c"}

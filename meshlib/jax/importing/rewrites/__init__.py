@@ -1,6 +1,7 @@
 """Primitives rewritten as JAX functions of other primitives, and traced again."""
 
 from meshlib.jax.importing.rewrites import (  # registers the rewrites
+    bits,
     curves,
     draws,
     indices,
@@ -14,4 +15,4 @@ from meshlib.jax.importing.rewrites import (  # registers the rewrites
 from meshlib.jax.importing.rewrites.table import OWN_LINES as OWN_LINES
 from meshlib.jax.importing.rewrites.table import REWRITES as REWRITES
 
-_ROWS = (curves, draws, indices, loops, mapped, order, ragged, solves, windows)
+_ROWS = (bits, curves, draws, indices, loops, mapped, order, ragged, solves, windows)

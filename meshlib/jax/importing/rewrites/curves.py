@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.scipy.special
 from jax import lax
 
-from meshlib.jax.importing.code import CodeStep
 from meshlib.jax.importing.rewrites.table import Function, rewrite
 
 
@@ -125,9 +125,52 @@ def _digamma(x: Any) -> Any:
     return jnp.where(low, right_half - math.pi * lax.cos(angle) / lax.sin(angle), right_half)
 
 
+# Chebyshev series of exp(-x) I_n(x) (I_1: over x) for x / 4 - 1, and of sqrt(x) exp(-x) I_n(x) for 16 / x - 1, lowest
+# degree first, as in Cephes `i0e.c` and `i1e.c` (S. L. Moshier).
+_BESSEL = {
+    0: ((0.338397637, -0.304682672, 0.171620902, -0.094901097, 0.0493052842, -0.0237374148, 0.0105464604, -0.00432431,
+         0.00163947562, -0.000576375575, 0.000188502885, -5.75419501e-05, 1.64484481e-05, -4.41673836e-06,
+         1.11738754e-06, -2.67079385e-07, 6.046995e-08, -1.30002501e-08),
+        (0.402245206, 0.00336911648, 6.88975835e-05, 2.89137052e-06, 2.04891859e-07, 2.26666899e-08, 3.39623203e-09)),
+    1: ((0.126293593, -0.176416518, 0.102643659, -0.0529459812, 0.024726449, -0.0105640849, 0.00415642294,
+         -0.00151357245, 0.000512285956, -0.000161760816, 4.78156511e-05, -1.32731637e-05, 3.47025131e-06,
+         -8.56872026e-07, 2.00329475e-07, -4.44505912e-08, 9.38153726e-09),
+        (0.389288118, -0.00976109749, -0.000110588939, -3.88256481e-06, -2.51223624e-07, -2.63146885e-08,
+         -3.83538039e-09)),
+}  # fmt: skip
+
+
+def _chebyshev(t: Any, coefficients: Sequence[float]) -> Any:
+    """Clenshaw's recurrence."""
+    last = before = jnp.zeros_like(t)
+    for c in reversed(coefficients[1:]):
+        last, before = 2 * t * last - before + c, last
+    return t * last - before + coefficients[0]
+
+
+def _bessel(order: int) -> Function:
+    near, far = _BESSEL[order]
+
+    def run(x: Any) -> Any:
+        size = lax.abs(x)
+        large = jnp.maximum(size, 8)
+        tail = _chebyshev(16 / large - 1, far) / lax.sqrt(large)
+        core = _chebyshev(jnp.minimum(size, 8) / 4 - 1, near)
+        return jnp.where(size > 8, lax.sign(x) * tail, x * core) if order else jnp.where(size > 8, tail, core)
+
+    return run
+
+
+def _polygamma(n: Any, x: Any) -> Any:
+    above = lax.sign(n % 2 - 0.5) * lax.exp(lax.lgamma(n + 1)) * jax.scipy.special.zeta(jnp.where(n == 0, 2, n + 1), x)
+    return jnp.where(n == 0, lax.digamma(x), above)
+
+
 _CURVES: dict[str, Function] = {
     "atan": _atan, "atan2": _atan2, "asin": _asin, "acos": _acos, "asinh": _asinh, "acosh": _acosh, "atanh": _atanh,
     "erfc": _erfc, "erf_inv": _erf_inv, "lgamma": _lgamma, "digamma": _digamma,
+    "bessel_i0e": _bessel(0), "bessel_i1e": _bessel(1),
+    "polygamma": _polygamma, "zeta": jax.scipy.special.zeta,
     "log2": lambda x: lax.log(x) / math.log(2),
 }  # fmt: skip
 
@@ -151,12 +194,3 @@ def _wide_product(dtype: Any) -> Function | None:
 for _name in _CURVES:
     rewrite(_name, lambda step: _widened(_CURVES[step.kind]))
 rewrite("mul", lambda step: _wide_product(step.params.get("out_dtype")))
-
-
-def _signbit(step: CodeStep) -> Function | None:
-    """True for negative numbers and -0, whose reciprocal is -inf; JAX reads the bit, also for `copysign`."""
-    is_float = step.ins[0].dtype.startswith(("float", "bfloat"))
-    return (lambda x: (x < 0) | ((x == 0) & (1 / x < 0))) if is_float else None
-
-
-rewrite("jit:signbit", _signbit)

@@ -269,6 +269,11 @@ def _added(table: Any, place: Any, updates: Any, along: int) -> Any:
     return lax.scatter_add(table, place[..., None], updates, numbers, mode="drop")
 
 
+def _subtracted(step: CodeStep) -> Function:
+    return lambda x, indices, updates: lax.scatter_add_p.bind(x, indices, -updates, **step.params)
+
+
+rewrite("scatter-sub scatter_sub", _subtracted)
 rewrite("scatter scatter-add scatter_add scatter-mul scatter-max scatter-min", _scatter)
 
 

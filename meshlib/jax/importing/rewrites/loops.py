@@ -150,9 +150,9 @@ def _length(step: CodeStep) -> tuple[int | None, bool]:
 
 def _where(more: Any, new: Any, old: Any) -> Any:
     """A carry after a trip, which under `vmap` only some elements take; their flags have the leading axes."""
-    if jax.dtypes.issubdtype(new.dtype, jax.dtypes.prng_key):
+    if jax.dtypes.issubdtype(old.dtype, jax.dtypes.prng_key):
         return new
-    return jax.numpy.where(jax.numpy.expand_dims(more, range(np.ndim(more), new.ndim)), new, old)
+    return jax.numpy.where(jax.numpy.expand_dims(more, range(np.ndim(more), old.ndim)), new, old)
 
 
 def _as_scan(step: CodeStep) -> Function | None:

@@ -114,3 +114,59 @@ def _lu(step: CodeStep) -> Function:
 
 
 rewrite("lu", _lu)
+
+
+def _qr(step: CodeStep) -> Function | None:
+    """Householder's reflections, with LAPACK's signs; the last column of a square matrix is left as it is."""
+    if step.params["pivoting"]:
+        return None
+
+    def run(x: Any) -> Any:
+        rows, columns = x.shape[-2:]
+        row, column = np.arange(rows, dtype="int32"), np.arange(columns, dtype="int32")
+
+        def trip(held: Any, n: Any) -> tuple[Any, None]:
+            q, r = held
+            below = jnp.where(row >= n, (r * (column == n)).sum(-1), 0)
+            first = (below * (row == n)).sum(-1, keepdims=True)
+            size = jnp.sqrt((below * below).sum(-1, keepdims=True))
+            v = below + jnp.where(row == n, jnp.where(first < 0, -size, size), 0)
+            length = jnp.where(jnp.any((below != 0) & (row > n), -1, keepdims=True), (v * v).sum(-1, keepdims=True), 0)
+            unit = v * jnp.where(length > 0, 2 / jnp.where(length > 0, length, 1), 0)
+            q = q - jnp.einsum("...ij,...j,...k->...ik", q, v, unit)
+            return (q, r - jnp.einsum("...i,...j,...jk->...ik", unit, v, r)), None
+
+        every = jnp.broadcast_to(_eye(rows, x.dtype), (*x.shape[:-2], rows, rows))
+        count = min(rows, columns)
+        q, r = lax.scan(trip, (every, x), np.arange(count, dtype="int32"))[0]
+        return (q, jnp.triu(r)) if step.params["full_matrices"] else (q[..., :count], jnp.triu(r[..., :count, :]))
+
+    return run
+
+
+rewrite("qr", _qr)
+
+
+def _tridiagonal(step: CodeStep) -> Function:
+    def run(below: Any, diagonal: Any, above: Any, b: Any) -> Any:
+        rows = [jnp.moveaxis(v, -1, 0)[..., None] for v in (below, diagonal, above)]
+
+        def down(held: Any, row: Any) -> tuple[Any, Any]:
+            ratio, rest = held
+            low, middle, high, wanted = row
+            pivot = middle - low * ratio
+            held = high / pivot, (wanted - low * rest) / pivot
+            return held, held
+
+        def up(x: Any, row: Any) -> tuple[Any, Any]:
+            ratio, rest = row
+            return (rest - ratio * x,) * 2
+
+        b = jnp.moveaxis(b, -2, 0)
+        zero = jnp.zeros_like(rows[0][0]), jnp.zeros_like(b[0])
+        return jnp.moveaxis(lax.scan(up, zero[1], lax.scan(down, zero, (*rows, b))[1], reverse=True)[1], 0, -2)
+
+    return run
+
+
+rewrite("tridiagonal_solve", _tridiagonal)

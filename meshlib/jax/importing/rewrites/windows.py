@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -10,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import ClosedJaxpr
 
 from meshlib.jax.importing.code import CodeStep, Var
 from meshlib.jax.importing.ranges import pads_of
+from meshlib.jax.importing.rewrites.order import by_element
 from meshlib.jax.importing.rewrites.table import Function, rewrite
 
 Pads = Sequence[tuple[int, int]]
@@ -58,12 +61,20 @@ _REDUCTIONS: dict[str, tuple[Any, Any]] = {
 
 def _windows(step: CodeStep) -> Function | None:
     p = step.params
-    join, neutral = _REDUCTIONS[step.kind]
+    join, neutral = _REDUCTIONS.get(step.kind, (None, None))
+    if join is None:
+        if len(step.ins) != 2:
+            return None
+        several = by_element(ClosedJaxpr(p["jaxpr"], p["consts"]))
+
+        def join(a: Any, b: Any) -> Any:
+            return several(a, b)[0]
+
     windows, strides = p["window_dimensions"], p["window_strides"]
     spread, between = p["base_dilation"], p["window_dilation"]
 
-    def run(x: Any) -> Any:
-        value = neutral(x.dtype)
+    def run(x: Any, *begin: Any) -> Any:
+        value = begin[0] if begin else neutral(x.dtype)
         x = lax.pad(x, value, [(0, 0, int(n) - 1) for n in spread])
         # Axis by axis and element by element: the first maximum in row-major order gets the gradient, as in JAX.
         for n in reversed(range(x.ndim)):
@@ -81,12 +92,25 @@ def _windows(step: CodeStep) -> Function | None:
                 taps = [_tap(x, value, [k * apart], [count], [stride], [(before, after)]) for k in range(size)]
                 x = reduce(join, taps)
             x = jnp.moveaxis(x, -1, n)
-        return x
+        return join(*begin, x) if begin else x
 
     return run
 
 
-rewrite(" ".join(_REDUCTIONS), _windows)
+rewrite(" ".join(["reduce_window", *_REDUCTIONS]), _windows)
+
+
+def _pooled(step: CodeStep) -> Function:
+    """The function whose derivative a step of JAX's derivatives of pools is."""
+    p, plain = step.params, (1,) * len(step.params["window_dimensions"])
+    kind = "reduce_window_max" if p["select_prim"] is lax.ge_p else "reduce_window_min"
+    pool = _windows(replace(step, kind=kind, params={"base_dilation": plain, "window_dilation": plain, **p}))
+    assert pool is not None
+    return pool
+
+
+rewrite("select_and_scatter_add", lambda step: lambda dy, x: jax.vjp(_pooled(step), x)[1](dy)[0])
+rewrite("select_and_gather_add", lambda step: lambda dx, x: jax.jvp(_pooled(step), (x,), (dx,))[1])
 
 
 # ---------------------------------------------------------------- running extremes
