@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from layouts import Shape
 from meshlib.core.arguments import at, flag, whole
@@ -215,9 +217,11 @@ def _in_arrays(fn: Callable[..., Any], own: Sequence[str], args: Sequence[Any]) 
 
 
 def _traced(call: Call) -> tuple[Any, Any]:
-    """The jaxpr of the function, and its results by name."""
+    """The jaxpr of the function without unused steps, such as initial values that it replaces; its results by name."""
     with users_function(f"{at(WHAT)}: JAX's trace of the function"):
         closed, out = jax.make_jaxpr(call.function, return_shape=True)(*call.shapes)
+    live, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    closed = ClosedJaxpr(live, closed.consts)
     named = [name.replace("/", ".") for name, _ in leaves_of(["output"], [out])]  # complex results as two parts
     return closed, [name.removeprefix("output.") if isinstance(out, dict) else name for name in named]
 

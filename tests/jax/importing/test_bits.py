@@ -17,11 +17,13 @@ LAYOUT = [("rows:2;cols:2", "x_0:rows;x_1:cols")]
 FLOATS = np.array([[1.5, -0.0, 3e38, -1e-30], [-2.75, 1.0, 0.0, 7e20]], np.float32)
 
 
-def of(function, *xs):
-    """`function` on inputs, beside a loss of a parameter."""
-    compared(
-        lambda w, x, *more: (w.sum(), function(x, *more)), np.ones(2, np.float32), *xs, layouts=LAYOUT, gradients=False
-    )
+def of(function, *xs, close=0.0):
+    """`function` on inputs, to the last bit by default, beside a loss of a parameter."""
+
+    def run(w, x, *more):
+        return w.sum(), function(x, *more)
+
+    compared(run, np.ones(2, np.float32), *xs, layouts=LAYOUT, gradients=False, loss_close=close)
 
 
 def many(function):
@@ -74,7 +76,7 @@ def test_reductions_by_bits_and_by_any_function() -> None:
         every = [f.reduce(x, axis=n) for n, f in ((0, jnp.bitwise_and), (1, jnp.bitwise_or), (0, jnp.bitwise_xor))]
         return (*every, *pairs, window, lax.reduce(floats, np.float32(3), jnp.logaddexp, (0, 1)))
 
-    of(run, WORDS[0])
+    of(run, WORDS[0], close=1e-5)
 
 
 def test_words_of_arguments_and_results_keep_their_dtype() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 import meshlib as mtf
 from meshlib.jax.importing.code import NotImported
+from tests.jax.importing.checks import compared
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
@@ -165,3 +166,19 @@ def test_nested_loops_over_the_same_keys_draw_by_their_own_trips(loop):
     graph = mtf.from_jax(function, np.float32(0), key)
     numbers = mtf.simulate(mtf.lower(graph.outputs)).step().values()
     assert pattern(numbers) == pattern([function(np.float32(0), key)])
+
+
+def test_unused_draws_are_ignored() -> None:
+    """As in MaxText's scanned layers, which draw initial values from one key before their parameters replace them."""
+
+    def loss(w, x, key):
+        def layer(h, now):
+            own, k = now
+            return jnp.tanh(h @ own), jax.random.normal(k, own.shape)
+
+        keys = jax.random.split(key, 3)
+        jax.random.normal(keys[0], w.shape[1:])
+        return (lax.scan(layer, x, (w, keys))[0] ** 2).sum()
+
+    w, x = (np.random.default_rng(1).normal(size=size).astype(np.float32) for size in ((3, 4, 4), (5, 4)))
+    compared(loss, w, x, jax.random.key(0))

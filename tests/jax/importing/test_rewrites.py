@@ -521,3 +521,20 @@ def test_signs_of_zeros_and_infinities() -> None:
     x = np.array([-0.0, 0.0, -2, 3, np.inf, -np.inf], np.float32)
     y = np.array([1, -1, -0.0, 0.0, -3, 2], np.float32)
     compared(lambda x, y: (jnp.copysign(x, y)[:4].sum(), jnp.copysign(x, y), jnp.signbit(x) * 1), x, y)
+
+
+@pytest.mark.parametrize("join", ["max", "min"])
+def test_derivatives_of_pools_that_the_function_takes_itself(join):
+    """Of training steps and of products with tangents, whose primitives select the elements of windows."""
+
+    def pooled(w, x):
+        begin = -np.inf if join == "max" else np.inf
+        y = lax.reduce_window(x * w, begin, getattr(lax, join), (1, 3, 2), (1, 2, 1), "SAME")
+        return (y**3).sum()
+
+    def loss(w, x):
+        w = w - 0.1 * jax.grad(pooled)(w, x)
+        return pooled(w, x) + jax.jvp(pooled, (w, x), (w * 2, x[::-1]))[1]
+
+    x = np.random.default_rng(4).normal(size=(2, 6, 4)).astype(np.float32)
+    compared(loss, x[0] + 2, x, names={"x": "batch rows cols"}, layouts=[("m:2;n:2", "batch:m;cols:n")])
