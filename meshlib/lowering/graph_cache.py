@@ -46,12 +46,12 @@ class Prices:
     alike: dict[object, Values] = field(default_factory=dict)  # values of alike operations
     _values: dict[ValuesKey, Values] = field(default_factory=dict)
 
-    def of(self, signature: Signature, home: Sharding, binding: Binding, near: Near) -> Pricing:
+    def of(self, signature: Signature, home: Sharding, binding: Binding, near: Near, again: bool) -> Pricing:
         """The strategies of alike operations."""
-        key = (signature, home, binding, near)
+        key = (signature, home, binding, near, again)
         pricing = self._of.get(key)
         if pricing is None:
-            pricing = self._of[key] = Pricing(signature, home, binding, near, self.balance)
+            pricing = self._of[key] = Pricing(*key, self.balance)
         return pricing
 
     def values(self, op: Operation, signature: Signature, key: ValuesKey) -> Values:

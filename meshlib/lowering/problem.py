@@ -182,7 +182,7 @@ class Problem:
                 op, self.signatures.of(op), ValuesKey(self._of_copy(op), later, often, free, others)
             )
         near = self.near.get(op, frozenset())
-        alike = self.signatures.of(op), self.homes.of(op.output), self._binding(op.output), near
+        alike = self.signatures.of(op), self.homes.of(op.output), self._binding(op.output), near, later is not None
         held = tuple([self.homes.held(x) for x in inputs]) if self.prices.balance.stationary else (None,) * len(inputs)
         key = (*alike, *self.space.limits(op), held, later, often, free, others)
         values = self.prices.alike.get(key)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from layouts import Sharding
-from meshlib.core.opdef import Role
+from meshlib.core.opdef import Role, Work
 from meshlib.lowering.strategies import Choice
 from meshlib.program.signature import Signature
 
@@ -49,7 +49,12 @@ def run_cost(signature: Signature, axes: Any, out: Sharding) -> float:
     """Price of running an operation again: almost nothing."""
     blocks = signature.cut(tuple([out.mesh.group_size(axes.get(n, ())) for n in signature.names]))
     assert blocks is not None
-    return BYTES_PER_OPERATION * (blocks.work.vpu_ops + 1)
+    return price_again(blocks.work) + BYTES_PER_OPERATION
+
+
+def price_again(work: Work) -> float:
+    """Price of the work of an operation that may be recomputed, in bytes."""
+    return BYTES_PER_OPERATION * work.vpu_ops
 
 
 def blockwise_choice(signature: Signature, out: Sharding) -> Choice | None:

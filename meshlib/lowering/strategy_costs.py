@@ -13,6 +13,7 @@ from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import Binding, settled
 from meshlib.lowering.distances import COLLECTIVE, STRAY, axes_price, distances
 from meshlib.lowering.expected_halos import Near
+from meshlib.lowering.recomputation import price_again
 from meshlib.lowering.strategies import Axes, Choice, Question, assignments, pass_options
 from meshlib.program.exchanges import busiest_bytes
 from meshlib.program.signature import Signature
@@ -45,10 +46,14 @@ class Pricing:
     Args:
       binding: whether the result is resharded to its assigned sharding.
       near: (operand, dim) pairs whose halo another operation provides.
+      again: whether the result may be recomputed, so that duplicated work costs almost nothing.
     """
 
-    def __init__(self, signature: Signature, home: Sharding, binding: Binding, near: Near, balance: Balance) -> None:
+    def __init__(
+        self, signature: Signature, home: Sharding, binding: Binding, near: Near, again: bool, balance: Balance
+    ) -> None:
         self.signature, self.home, self.binding, self.near, self.balance = signature, home, binding, near, balance
+        self._price_of = price_again if again else balance.bytes_of
         self._plain = self._plain_work()
         self._strategies: dict[object, StrategySet] = {}
 
@@ -57,7 +62,7 @@ class Pricing:
         counts = dict(zip(self.home.shape.names, self.home.block_counts, strict=True))
         own = (f.outputs[0] if f.shares is None else None for f in self.signature.factors)
         plain = self.signature.cut(tuple(counts.get(name or "", 1) for name in own))
-        return 0.0 if plain is None else self.balance.bytes_of(plain.work)
+        return 0.0 if plain is None else self._price_of(plain.work)
 
     def strategies(self, asked: Question, held: Sequence[Stationary]) -> StrategySet:
         """The undominated strategies; `held` are the axes over which operands are stationary."""
@@ -100,7 +105,7 @@ class Pricing:
         out = choice.out
         strays = sum(map(len, choice.passed)) + (out.axes != home.axes)
         home_cost = 0.0
-        cost = self.balance.bytes_of(work) - self._plain + STRAY * strays
+        cost = self._price_of(work) - self._plain + STRAY * strays
         if choice.exchanges:
             exchanges = [e for e in choice.exchanges if (e.operand, e.dim) not in self.near]
             cost += (COLLECTIVE + self.balance.collective_bytes) * len(exchanges)

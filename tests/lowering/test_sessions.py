@@ -220,6 +220,14 @@ def weights() -> tuple[dict[str, Tensor], list[Way]]:
     return outputs, [("p:2", "c:p;a:p?", "default", None)]
 
 
+def recomputed() -> tuple[dict[str, Tensor], list[Way]]:
+    """Rows of a value that may be recomputed whole, instead of sending their sums, and of one that may not."""
+    a, b = D("a", 64), D("b", 128)
+    product = mtf.input("x", [a]) * mtf.variable("y", [b])
+    once, again = (mtf.reduce_sum(mtf.relu(z), reduced_dim=b) for z in (mtf.input("z", [a, b]), product))
+    return {"once": once, "again": again}, [way("activations/b:p")]
+
+
 def way(layout: str) -> Way:
     return "p:2", layout, "default", None
 
@@ -238,7 +246,7 @@ class Forgetful(dict[object, Any]):
         super().__setitem__(self.lost(key), found)
 
 
-OF_OPERATIONS = ("signature", "home", "binding", "near")  # the keys of `graph_cache.Prices`
+OF_OPERATIONS = ("signature", "home", "binding", "near", "again")  # the keys of `graph_cache.Prices`
 
 
 def lacking(part: str, key: tuple[Any, ...]) -> object:
@@ -258,6 +266,7 @@ KEYS = {
     "splits": places,
     "sums": sums,
     "held": weights,
+    "again": recomputed,
 }
 
 

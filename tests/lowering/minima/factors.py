@@ -183,6 +183,14 @@ def repeated_and_summed(t: str) -> Case:
     return Case({"y": mtf.reduce_sum(q, reduced_dim=B)}, [], MESH, "b:m", 0)
 
 
+@row
+def rows_of_what_is_recomputed(t: str) -> Case:
+    """relu(q r') of whole weights, which is computed whole where its rows are summed: nothing to send."""
+    r = D("r", 96)
+    y = mtf.relu(weight("q", [C], t) * weight("r", [r], t))
+    return Case({"y": mtf.reduce_sum(y, reduced_dim=r)}, [], MESH, "activations/r:m", 0)
+
+
 # ---------------------------------------------------------------- statistics
 
 
