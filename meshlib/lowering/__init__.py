@@ -18,9 +18,10 @@ minimum of a sum of small tables over discrete variables (a min-plus factor grap
                   copies of the tree that was priced                                  copies, copy_trees, distances
     elimination   dominated values are dropped; a variable's tables are added and minimised over it, the smallest
                   result first. Alternating both solves most graphs with small tables. For the others dual ascent bounds
-                  each value, and those above the incumbent are pruned. Where tables would exceed a limit, the search
-                  branches on a variable that many others depend on, and eliminates the rest. `Program.choice` has the
-                  gap to the lower bound: 0 unless there were too many branches        elimination, cost_tables, solving
+                  each value, and those above the incumbent are pruned, in turn, until little is left to eliminate.
+                  Where tables would exceed a limit even so, the search branches on a variable that many others depend
+                  on. `Program.choice` has the gap to the lower bound: 0 unless there were too many branches
+                                                                      elimination, cost_tables, dual_ascent, solving
     problem       collects a graph's operations and tensors; loop bodies are problems of their own. Operations that cost
                   nothing under assigned shardings, such as an optimizer's update, are not searched              problem
     accumulators  gradients accumulated by loops stay pending sums until the last trip of the outermost loop, if memory

@@ -22,26 +22,10 @@ SAMPLES = 8  # neighbours' values under which values are compared first
 
 def marginal(table: Floats, axis: int) -> Floats:
     """The minimum of a table for each value along an axis."""
-    size = table.shape[axis]
-    blocks = table.reshape(-1, size, prod(table.shape[axis + 1 :]))
-    least: Floats = np.minimum.reduce(np.minimum.reduce(blocks, axis=0), axis=1)
+    blocks = table.reshape(prod(table.shape[:axis]), table.shape[axis], -1)
+    first, second = (2, 0) if len(blocks) < blocks.shape[2] else (0, 1)  # the longer axis first
+    least: Floats = np.minimum.reduce(np.minimum.reduce(blocks, axis=first), axis=second)
     return least
-
-
-def marginals(table: Floats) -> list[Floats]:
-    """The minimum of a table for each value, along each of its axes."""
-    if table.ndim == 1:
-        return [table]
-    first = np.minimum.reduce(table.reshape(len(table), -1), axis=1)
-    return [first, *marginals(np.minimum.reduce(table, axis=0))]
-
-
-def add_along(table: Floats, values: Sequence[Floats]) -> None:
-    """Add a vector along each axis of a table, in place."""
-    first, *others = values
-    if others:
-        table += sum([x.reshape(-1, *[1] * (len(others) - 1 - n)) for n, x in enumerate(others)], np.zeros(()))
-    table += first.reshape(-1, *[1] * len(others))
 
 
 def dominated(axes: Sequence[int], tables: Sequence[Floats]) -> NDArray[np.bool_]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from meshlib.lowering.cost_tables import Floats, Ints, add_along, dominated, marginal, marginals, minimum
+from meshlib.lowering.cost_tables import Floats, Ints, dominated, marginal, minimum
 
 Scope: TypeAlias = tuple[int, ...]  # variables, ascending
 T = TypeVar("T")
@@ -302,32 +302,6 @@ class Elimination:
         return values
 
     # ------------------------------------------------------------ bounds
-
-    def bound(self, sweeps: int) -> float:
-        """Reparametrise by dual ascent; returns a lower bound. Costs of assignments do not change."""
-        unary: dict[int, Floats] = {}
-        for v in self.domain:
-            unary[v] = self.take((v,)) if (v,) in self.of[v] else np.zeros(len(self.domain[v]))
-        scopes = sorted(self.tables)
-        own = {scope: self.tables[scope].copy(order="C") for scope in scopes}  # changed in place
-        last = -inf
-        for sweep in range(sweeps):
-            for scope in scopes if sweep % 2 == 0 else reversed(scopes):
-                table = own[scope]
-                add_along(table, [unary[v] for v in scope])
-                shares = [least / len(scope) for least in marginals(table)]
-                add_along(table, [np.where(np.isfinite(share), -share, 0.0) for share in shares])
-                unary.update(zip(scope, shares, strict=True))
-            total = self.constant + sum(float(u.min()) for u in unary.values())
-            total += sum(float(table.min()) for table in own.values())
-            if total - last <= 1e-6 * abs(total):
-                last = max(last, total)
-                break
-            last = total
-        self.tables.update(own)
-        for v, u in unary.items():
-            self.put((v,), u)
-        return last
 
     def reduced_costs(self, v: int) -> Floats:
         """Reduced cost of each value of a variable: the increase of its tables' minima."""

@@ -1,25 +1,26 @@
 """Minimum of a factor graph: elimination, and a search where that needs too large tables.
 
 dive      a good solution, the incumbent: elimination of promising values alone
-windows   runs of variables re-optimised exactly, all others fixed
+ascent    a lower bound, and with it the values that no better solution has; without them, more can be eliminated
 branches  each value of a variable with many neighbours is tried; the rest is eliminated, or branched on
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from math import inf
 
 import numpy as np
 
+from meshlib.lowering.dual_ascent import raise_bound
 from meshlib.lowering.elimination import Elimination, FactorGraph, Solution
 
 TABLE_LIMIT = 2_000_000  # entries of a table, above which the search branches
 SMALL_TABLE = 100_000  # entries: eliminating a variable is cheaper than bounding it
 DIVE_TABLE = 100_000
-WINDOW, WINDOW_TABLE, PASSES = 60, 400_000, 4  # variables per window; entries of a table; maximum number of passes
-SWEEPS = 8  # of dual ascent
-PROGRESS = 0.97  # of the values: if pruning leaves more than this, larger tables are more effective
+SWEEPS = 10  # of dual ascent, between prunings
+# Larger tables are more effective than further sweeps if these leave more of the values, and of the gap, than this.
+VALUES_LEFT, GAP_LEFT = 0.97, 0.9
 BRANCHES = 40  # maximum number
 BRANCH_REACH = 10**9  # entries: if eliminating any variable takes more, branching would not end
 
@@ -54,7 +55,7 @@ def solve(graph: FactorGraph, limit: int = TABLE_LIMIT) -> Solution:
     start.reduce(SMALL_TABLE)
     if not start.domain:
         return _Incumbent(graph, start.solution(len(graph.sizes))).solution()
-    low = start.bound(SWEEPS)
+    low = raise_bound(start, SWEEPS)
     size = DIVE_TABLE
     best = _Incumbent(graph, _dive(graph, start, size))
     while not np.isfinite(best.cost) and size < limit:  # the remaining values exclude each other
@@ -68,8 +69,7 @@ def solve(graph: FactorGraph, limit: int = TABLE_LIMIT) -> Solution:
     except TooLarge:
         pass
     best.offer(_dive(graph, start, limit))
-    best.offer(_windows(graph, best.values))
-    return best.solution(_branched(start, best, low, limit))
+    return best.solution(_branched(start, best, start.lower_bound(), limit))
 
 
 def _noise(cost: float) -> float:
@@ -86,20 +86,21 @@ def _dive(graph: FactorGraph, core: Elimination, size: int) -> list[int]:
 
 def _attempt(problem: Elimination, best: _Incumbent, slack: float, limit: int) -> None:
     """Prune by the incumbent's cost plus `slack`, reduce, bound and dive in turn. Raises: TooLarge."""
-    graph, size = best.graph, SMALL_TABLE
+    graph, size, last_gap = best.graph, SMALL_TABLE, inf
     while problem.domain:
         before = sum(problem.size.values())
         most = best.cost + slack
-        if problem.prune(most) > most:
+        low = problem.prune(most)
+        if low > most:
             return
         problem.reduce(size)
-        if sum(problem.size.values()) > PROGRESS * before:
+        gap = most - low
+        if sum(problem.size.values()) > VALUES_LEFT * before and not gap < GAP_LEFT * last_gap:
             if size >= limit:
                 raise TooLarge
             size = min(size * 8, limit)
-        if problem.bound(4) > most:
-            return
-        if problem.domain:
+        last_gap = gap
+        if problem.domain and raise_bound(problem, SWEEPS) <= most:
             best.offer(_dive(graph, problem, DIVE_TABLE))
     if problem.constant <= best.cost + slack:
         best.offer(problem.solution(len(graph.sizes)))
@@ -140,31 +141,3 @@ def _branched(core: Elimination, best: _Incumbent, low: float, limit: int) -> fl
         except TooLarge:
             branches += _parts(problem)
     return min([best.cost, *[bound for bound, _ in branches]])
-
-
-def _windows(graph: FactorGraph, values: Sequence[int]) -> list[int]:
-    """Re-optimise runs of variables exactly, all others fixed, as long as that helps."""
-    values = list(values)
-    count = len(graph.sizes)
-    of: dict[int, list[int]] = {v: [] for v in range(count)}
-    for n, (scope, _) in enumerate(graph.tables):
-        for v in scope:
-            of[v].append(n)
-    for _ in range(PASSES):
-        before = graph.cost(values)
-        for first in range(0, count, WINDOW // 2):
-            some = range(first, min(first + WINDOW, count))
-            place = {v: n for n, v in enumerate(some)}
-            window = FactorGraph([graph.sizes[v] for v in some])
-            for n in dict.fromkeys(n for v in some for n in of[v]):
-                scope, table = graph.tables[n]
-                at = tuple([slice(None) if v in place else values[v] for v in scope])
-                window.add([place[v] for v in scope if v in place], table[at])
-            best = _Incumbent(window, [values[v] for v in some])
-            with suppress(TooLarge):
-                _attempt(Elimination(window), best, 1e-9, WINDOW_TABLE)
-            for v, value in zip(some, best.values, strict=True):
-                values[v] = value
-        if graph.cost(values) >= before - _noise(before):
-            break
-    return values

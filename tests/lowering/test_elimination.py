@@ -57,7 +57,6 @@ def test_bounds_and_pruning_lead_to_the_same(seed: int, monkeypatch: pytest.Monk
 def test_where_tables_are_too_large_there_is_a_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solving, "SMALL_TABLE", 2)
     monkeypatch.setattr(solving, "DIVE_TABLE", 2)
-    monkeypatch.setattr(solving, "WINDOW", 4)
     graph = drawn(seed, 4 + seed % 4, density=0.9)
     found, optimum = solve(graph, limit=2), least(graph)
     assert found.bound <= optimum + 1e-9 <= found.cost + 2e-9
@@ -69,7 +68,6 @@ def test_branches_prove_what_elimination_cannot(seed: int, monkeypatch: pytest.M
     """Tables of a few entries and a poor incumbent: each value of some variable is tried, and the best is proved."""
     monkeypatch.setattr(solving, "SMALL_TABLE", 2)
     monkeypatch.setattr(solving, "DIVE_TABLE", 2)
-    monkeypatch.setattr(solving, "_windows", lambda graph, values: values)
     graph = drawn(seed, 5 + seed % 3, density=0.9)
     solved = solve(graph, limit=12)
     assert solved.cost == pytest.approx(least(graph))
