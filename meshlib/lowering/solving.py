@@ -91,7 +91,7 @@ def _attempt(problem: Elimination, best: _Incumbent, slack: float, limit: int) -
         before = sum(problem.size.values())
         most = best.cost + slack
         low = problem.prune(most)
-        if low > most:
+        if low >= best.cost - abs(slack):
             return
         problem.reduce(size)
         gap = most - low
