@@ -45,11 +45,11 @@ class _Node:
             table -= _finite(least).reshape(shape)
             costs = costs + least
         if self.leading[backwards]:
-            share = _finite(costs) / max(self.leading)
+            share = costs / max(self.leading)
             for table, _, shape, leads in self.links:
                 if leads[backwards]:
                     table += share.reshape(shape)
-            costs = costs - self.leading[backwards] * share
+            costs = costs - self.leading[backwards] * _finite(share)
         self.costs = costs
 
 

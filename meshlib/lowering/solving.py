@@ -55,14 +55,12 @@ def solve(graph: FactorGraph, limit: int = TABLE_LIMIT) -> Solution:
     start.reduce(SMALL_TABLE)
     if not start.domain:
         return _Incumbent(graph, start.solution(len(graph.sizes))).solution()
-    low = raise_bound(start, SWEEPS)
+    raise_bound(start, SWEEPS)
     size = DIVE_TABLE
     best = _Incumbent(graph, _dive(graph, start, size))
     while not np.isfinite(best.cost) and size < limit:  # the remaining values exclude each other
         size *= 16
         best.offer(_dive(graph, start, size))
-    if low >= best.cost - _noise(best.cost):
-        return best.solution()
     try:
         _attempt(start, best, _noise(best.cost), limit)
         return best.solution()

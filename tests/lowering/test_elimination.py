@@ -9,7 +9,8 @@ import pytest
 
 import meshlib as mtf
 from meshlib.lowering import solving
-from meshlib.lowering.elimination import FactorGraph
+from meshlib.lowering.dual_ascent import raise_bound
+from meshlib.lowering.elimination import Elimination, FactorGraph
 from meshlib.lowering.solving import solve
 from tests.effort import draws, some
 
@@ -72,6 +73,31 @@ def test_branches_prove_what_elimination_cannot(seed: int, monkeypatch: pytest.M
     solved = solve(graph, limit=12)
     assert solved.cost == pytest.approx(least(graph))
     assert solved.gap == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(draws(25, 500)))
+def test_dual_ascent_bounds_costs_and_keeps_them(seed: int) -> None:
+    graph = drawn(seed, 3 + seed % 4, density=0.8)
+    problem, everything = Elimination(graph), list(product(*map(range, graph.sizes)))
+    before = problem.lower_bound()
+    bound = raise_bound(problem, 20)
+    assert before - 1e-9 <= bound <= least(graph) + 1e-9
+    costs = [
+        problem.constant + sum(t[tuple([values[v] for v in scope])] for scope, t in problem.tables.items())
+        for values in everything
+    ]
+    np.testing.assert_allclose(costs, [graph.cost(values) for values in everything], atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(draws(10, 200)))
+def test_dual_ascent_solves_chains_in_one_round_trip(seed: int) -> None:
+    """As numbered for programs: operations in order, and behind them the copies between each and the next."""
+    rng, count = np.random.default_rng(seed), 4
+    graph = FactorGraph([3] * (2 * count - 1))
+    for n in range(count - 1):
+        for op in (n, n + 1):
+            graph.add([op, count + n], rng.integers(0, 20, size=(3, 3)).astype(float))
+    assert raise_bound(Elimination(graph), 2) == pytest.approx(least(graph))
 
 
 def test_many_neighbours_are_no_obstacle() -> None:
