@@ -3,9 +3,10 @@
     python tests/benchmarks/lowering_speed.py [--before CHECKOUT] [--rounds 5] [--cases "first 8B;first 405B"]
 
 Training steps with AdamW and full recomputation under `fsdp+sequence` on `fsdp:16;tensor:4`, 64 sequences of 4,096: the
-first lowering of a process, with layers scanned and unrolled; the median further layout of a session, of 20 layouts of
-64 devices; the same layout again; and a whole `meshlib plan`, imports included. Each run is a process of its own, and
-checkouts take turns; printed are medians over the rounds, and what this checkout takes as a share of the other.
+first lowering of a process, with layers scanned and unrolled, and of Gemma 3 4B on three axes (`data+fsdp+sequence`);
+the median further layout of a session, of 20 layouts of 64 devices; the same layout again; and a whole `meshlib plan`,
+imports included. Each run is a process of its own, and checkouts take turns; printed are medians over the rounds, and
+what this checkout takes as a share of the other.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ FIRST = {  # preset, whether layers are scanned
     "first 8B": ("llama3.1-8b", True), "first 405B": ("llama3.1-405b", True),
     "first DeepSeek-V3": ("deepseek-v3", True), "first 8B, 32 layers unrolled": ("llama3.1-8b", False),
 }  # fmt: skip
+THREE_AXES = "first gemma3-4b, three axes"
 SESSION = ("further layout of 8B", "the same again")
 PLAN = "plan 8B on v5e-16"
-CASES = (*FIRST, SESSION[0], PLAN)
+CASES = (*FIRST, THREE_AXES, SESSION[0], PLAN)
 
 
 def measure(case: str) -> dict[str, float]:
@@ -47,10 +49,12 @@ def measure(case: str) -> dict[str, float]:
         session.lower(mesh, layout)
         return time.process_time() - begun
 
-    preset, scan = FIRST.get(case, FIRST["first 8B"])
+    preset, scan = ("gemma3-4b", True) if case == THREE_AXES else FIRST.get(case, FIRST["first 8B"])
     config = mtf.models.preset(preset)
     with mtf.Graph():
         program = mtf.models.train_step(config, batch=BATCH, length=LENGTH, scan=scan)
+    if case == THREE_AXES:
+        return {case: lowered(mtf.Session(*program), "data:2;fsdp:8;tensor:4", "data+fsdp+sequence")}
     if case in FIRST:
         return {case: lowered(mtf.Session(*program), MESH, LAYOUT)}
     session = mtf.Session(*program)
