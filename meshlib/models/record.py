@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
+from layouts.checking import some
 from meshlib.core.arguments import at, whole
 from meshlib.core.errors import GraphError, nearest
 
@@ -18,7 +19,7 @@ class Config:
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
-                hint = nearest(name, known) or f"; there are {', '.join(known)}"
+                hint = nearest(name, known) or f"; there are {some(known, 20)}"
                 raise GraphError(f"{at(cls.__name__)}: no field {name!r}{hint}")
         return super().__new__(cls)
 

@@ -99,6 +99,7 @@ FORTY = {
     "a chip misspelt": ("slices v5x", "no chip 'v5x'; did you mean"),
     "a chip that is none": ("slices h100", "no chip 'h100'; there are"),
     "a setting misspelt": ("plan gpt2 --slice v5e-8 --set layer=3", "layers"),
+    "a setting far from any": ("plan gpt2 --slice v5e-8 --set zzz=3", "there are name, layers, d_model, heads"),
     "a setting of a function misspelt": ("plan net.py --slice v5e-8 --set hiden=3", "hiden"),
     "a setting without a value": ("plan gpt2 --slice v5e-8 --set layers", "--set must be NAME=VALUE"),
     "microbatches that do not divide": ("plan gpt2 --slice v5e-8 --set accumulation=3", "32 % 3 = 2"),
