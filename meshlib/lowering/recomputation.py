@@ -29,16 +29,18 @@ class Free:
     _costs: dict[Sharding, float] = field(default_factory=dict)
 
     def cost(self, wanted: Sharding) -> float:
-        """Work of computing it under a sharding."""
+        """Work of computing it under a sharding, or whole where no block of it can be computed alone."""
         wanted = wanted.drop_pending()
         if wanted == self.home:
             return 0.0
         if wanted not in self._costs:
             axes = again_axes(self.signature, wanted)
-            assert axes is not None
-            assigned = self.signature.under(wanted.mesh, axes, ((),) * len(self.operands))
-            assert assigned is not None
-            cost = run_cost(self.signature, axes, wanted)
+            nothing = ((),) * len(self.operands)
+            assigned = None if axes is None else self.signature.under(wanted.mesh, axes, nothing)
+            if assigned is None:
+                self._costs[wanted] = self.cost(Sharding.replicated(wanted.shape, wanted.mesh))
+                return self._costs[wanted]
+            cost = run_cost(self.signature, axes or {}, wanted)
             for x, s in zip(self.operands, assigned.operands, strict=True):
                 cost += x.cost(s)
             self._costs[wanted] = cost
