@@ -119,11 +119,7 @@ def _read(path: str | os.PathLike[str], name: str | None) -> tuple[TransformerCo
     if kind not in ("gpt2", "t5") and (fault_of_heads := _fault_of_heads(given)):
         fail(fault_of_heads)
     try:
-        if kind in _KINDS:
-            return TransformerConfig(name=called, **_KINDS[kind](given)), notes(given, kind)
-        family, more = (PLANNED[kind], planned_notes(written, kind)) if kind in PLANNED else (FAMILIES[kind], [])
-        fields = {**_llama(_as_llama(given)), **family(given)}
-        return TransformerConfig(name=called, **fields), [*notes(given, kind), *more]
+        return TransformerConfig(name=called, **_fields(given, kind)), _left_out(given, written, kind)
     except KeyError as fault:
         raise CheckpointError(f"{WHAT}: {target} has no {fault}") from None
     except (TypeError, ValueError, ArithmeticError) as fault:
@@ -132,6 +128,18 @@ def _read(path: str | os.PathLike[str], name: str | None) -> tuple[TransformerCo
         if isinstance(fault, MeshlibError):
             raise
         raise CheckpointError(f"{WHAT}: {target} does not describe a model: {fault}") from None
+
+
+def _fields(given: Fields, kind: str) -> dict[str, Any]:
+    """The arguments of `TransformerConfig` but the name."""
+    if kind in _KINDS:
+        return _KINDS[kind](given)
+    return {**_llama(_as_llama(given)), **(PLANNED if kind in PLANNED else FAMILIES)[kind](given)}
+
+
+def _left_out(given: Fields, written: Fields, kind: str) -> list[str]:
+    """The features that the model lacks; `written` are the fields as in the file."""
+    return [*notes(given, kind), *(planned_notes(written, kind) if kind in PLANNED else [])]
 
 
 def _text_model(given: Fields, target: str) -> Fields:
