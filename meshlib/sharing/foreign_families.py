@@ -99,11 +99,18 @@ def _scale(fields: Fields) -> dict[str, Any]:
     return {} if scalar is None else {"attention_scale": scalar**-0.5}
 
 
-def _experts(fields: Fields, count: str, width: str, routing: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """A dropless mixture of experts."""
-    top_k = fields.get("num_experts_per_tok") or 2
-    dropless = Routing(top_k=top_k, capacity_factor=None, **routing)
+def dropless_experts(
+    fields: Fields, count: str, width: str, routing: dict[str, Any], choices: str = "num_experts_per_tok", **more: Any
+) -> dict[str, Any]:
+    """A dropless mixture of experts; `count`, `width`, `choices`: the names of its sizes in a file."""
+    loss = fields.get("router_aux_loss_coef") or 0.0
+    dropless = Routing(top_k=fields[choices], capacity_factor=None, **{"loss_coef": loss, **routing})
     return {"experts": Experts(count=fields[count], d_ff=fields[width], form="grouped", routing=dropless, **more)}
+
+
+def renormalised(fields: Fields) -> dict[str, Any]:
+    """Routing that renormalises the weights of the chosen experts, if the file says so."""
+    return {"renormalise": bool(fields.get("norm_topk_prob"))}
 
 
 def _plain(fields: Fields) -> dict[str, Any]:
@@ -115,8 +122,7 @@ def _plain(fields: Fields) -> dict[str, Any]:
 
 
 def _mixtral(fields: Fields) -> dict[str, Any]:
-    loss = {"loss_coef": fields.get("router_aux_loss_coef") or 0.0}
-    return {**_plain(fields), **_experts(fields, "num_local_experts", "intermediate_size", loss)}
+    return {**_plain(fields), **dropless_experts(fields, "num_local_experts", "intermediate_size", {})}
 
 
 def _gemma(fields: Fields) -> dict[str, Any]:
@@ -166,12 +172,8 @@ def _qwen3(fields: Fields) -> dict[str, Any]:
 def _qwen3_moe(fields: Fields) -> dict[str, Any]:
     if fields.get("mlp_only_layers"):
         _refuse(fields, "mlp_only_layers", "layers without experts at places of their own")
-    routing = {
-        "renormalise": bool(fields.get("norm_topk_prob")),
-        "loss_coef": fields.get("router_aux_loss_coef") or 0.0,
-    }
-    step = fields.get("decoder_sparse_step") or 1
-    return {**_qwen3(fields), **_experts(fields, "num_experts", "moe_intermediate_size", routing, every=step)}
+    experts = "num_experts", "moe_intermediate_size", renormalised(fields)
+    return {**_qwen3(fields), **dropless_experts(fields, *experts, every=fields.get("decoder_sparse_step") or 1)}
 
 
 def _olmo2(fields: Fields) -> dict[str, Any]:
@@ -179,12 +181,8 @@ def _olmo2(fields: Fields) -> dict[str, Any]:
 
 
 def _olmoe(fields: Fields) -> dict[str, Any]:
-    routing = {
-        "renormalise": bool(fields.get("norm_topk_prob")),
-        "loss_coef": fields.get("router_aux_loss_coef") or 0.0,
-    }
     normed = {"qk_norm": True, "qk_norm_over_heads": True}
-    return {**normed, **_experts(fields, "num_experts", "intermediate_size", routing)}
+    return {**normed, **dropless_experts(fields, "num_experts", "intermediate_size", renormalised(fields))}
 
 
 def _phi3(fields: Fields) -> dict[str, Any]:
@@ -194,28 +192,23 @@ def _phi3(fields: Fields) -> dict[str, Any]:
 
 def _gpt_oss(fields: Fields) -> dict[str, Any]:
     alternating = ["sliding_attention", "full_attention"] * fields["num_hidden_layers"]
-    routing = {"logit_bias": True, "loss_coef": fields.get("router_aux_loss_coef") or 0.0}
     return {
         "bias": True, **windows_of(fields, alternating[: fields["num_hidden_layers"]]),
-        **_experts(fields, "num_local_experts", "intermediate_size", routing),
+        **dropless_experts(fields, "num_local_experts", "intermediate_size", {"logit_bias": True}),
     }  # fmt: skip
 
 
 def _llama4(fields: Fields) -> dict[str, Any]:
-    routing = {"scores": "sigmoid", "renormalise": False, "loss_coef": fields.get("router_aux_loss_coef") or 0.0}
+    routing = {"scores": "sigmoid", "renormalise": False}
     step = fields.get("interleave_moe_layer_step") or 1
     return {
         "d_ff": fields.get("intermediate_size_mlp") or fields["intermediate_size"],
-        **_experts(fields, "num_local_experts", "intermediate_size", routing, shared=1, every=step),
+        **dropless_experts(fields, "num_local_experts", "intermediate_size", routing, shared=1, every=step),
     }
 
 
-def _deepseek(fields: Fields) -> dict[str, Any]:
-    latent = LatentAttention(
-        kv_rank=fields["kv_lora_rank"], rope_dim=fields["qk_rope_head_dim"], nope_dim=fields["qk_nope_head_dim"],
-        value_dim=fields["v_head_dim"], q_rank=fields.get("q_lora_rank") or None,
-    )  # fmt: skip
-    third = fields.get("scoring_func") == "sigmoid" or fields.get("topk_method") == "noaux_tc"
+def experts_of_deepseek(fields: Fields, third: bool) -> dict[str, Any]:
+    """The experts of DeepSeek 2, or as in its third version: sigmoid scores, and biases that choose."""
     groups = fields.get("n_group") or 1
     grouped = groups > 1 and fields.get("topk_method") not in ("greedy",)
     routing = {
@@ -229,9 +222,19 @@ def _deepseek(fields: Fields) -> dict[str, Any]:
         "loss_coef": fields.get("aux_loss_alpha") or 0.0,
     }
     shared, front = fields.get("n_shared_experts") or 0, fields.get("first_k_dense_replace") or 0
+    sizes = "n_routed_experts", "moe_intermediate_size"
+    return dropless_experts(fields, *sizes, routing, shared=shared, first_dense=front)
+
+
+def _deepseek(fields: Fields) -> dict[str, Any]:
+    latent = LatentAttention(
+        kv_rank=fields["kv_lora_rank"], rope_dim=fields["qk_rope_head_dim"], nope_dim=fields["qk_nope_head_dim"],
+        value_dim=fields["v_head_dim"], q_rank=fields.get("q_lora_rank") or None,
+    )  # fmt: skip
+    third = fields.get("scoring_func") == "sigmoid" or fields.get("topk_method") == "noaux_tc"
     return {
         "latent": latent, "head_dim": latent.head_dim, "kv_heads": None, "rope_scaling": None,
-        **_experts(fields, "n_routed_experts", "moe_intermediate_size", routing, shared=shared, first_dense=front),
+        **experts_of_deepseek(fields, third),
     }  # fmt: skip
 
 

@@ -15,9 +15,14 @@ from typing import Any
 from meshlib.core.arguments import at
 from meshlib.core.documents import COUNT, FLAG, LIST, NUMBER, POSITIVE, SIZE, Schema
 from meshlib.core.errors import GraphError
-from meshlib.layers.routing import Routing
-from meshlib.models.experts import Experts
-from meshlib.sharing.foreign_families import SCHEMA, WHAT, windows_of
+from meshlib.sharing.foreign_families import (
+    SCHEMA,
+    WHAT,
+    dropless_experts,
+    experts_of_deepseek,
+    renormalised,
+    windows_of,
+)
 
 Fields = Mapping[str, Any]
 _SQUARED = "relu2"
@@ -129,21 +134,13 @@ def _granite(fields: Fields) -> dict[str, Any]:
     return {"attention_scale": fields.get("attention_multiplier")}
 
 
-def _dropless(fields: Fields, count: str, width: str, choices: str, routing: dict[str, Any], **more: Any) -> Experts:
-    dropless = Routing(top_k=fields[choices], capacity_factor=None, **routing)
-    return Experts(count=fields[count], d_ff=fields[width], form="grouped", routing=dropless, **more)
-
-
 def _granitemoe(fields: Fields) -> dict[str, Any]:
-    loss = {"loss_coef": fields.get("router_aux_loss_coef") or 0.0}
-    experts = _dropless(fields, "num_local_experts", "intermediate_size", "num_experts_per_tok", loss)
-    return {**_granite(fields), "experts": experts}
+    return {**_granite(fields), **dropless_experts(fields, "num_local_experts", "intermediate_size", {})}
 
 
 def _phimoe(fields: Fields) -> dict[str, Any]:
-    loss = {"loss_coef": fields.get("router_aux_loss_coef") or 0.0}
-    experts = _dropless(fields, "num_local_experts", "intermediate_size", "num_experts_per_tok", loss)
-    return {**_layer_norm(fields, "rms_norm_eps"), "experts": experts}
+    experts = dropless_experts(fields, "num_local_experts", "intermediate_size", {})
+    return {**_layer_norm(fields, "rms_norm_eps"), **experts}
 
 
 def _qwen2_moe(fields: Fields) -> dict[str, Any]:
@@ -153,39 +150,23 @@ def _qwen2_moe(fields: Fields) -> dict[str, Any]:
             f"{at(WHAT)}: a shared expert of width {own} beside experts of {width}, or mlp_only_layers "
             f"{fields.get('mlp_only_layers')!r:.60}; this library has no such layers"
         )
-    routing = {
-        "renormalise": bool(fields.get("norm_topk_prob")),
-        "loss_coef": fields.get("router_aux_loss_coef") or 0.0,
-    }
-    step = fields.get("decoder_sparse_step") or 1
-    shared = {"shared": own // width, "every": step}
-    experts = _dropless(fields, "num_experts", "moe_intermediate_size", "num_experts_per_tok", routing, **shared)
-    return {"attention_bias": True, "attention_out_bias": False, "experts": experts}
+    parts = {"shared": own // width, "every": fields.get("decoder_sparse_step") or 1}
+    experts = dropless_experts(fields, "num_experts", "moe_intermediate_size", renormalised(fields), **parts)
+    return {"attention_bias": True, "attention_out_bias": False, **experts}
 
 
 def _like_deepseek(fields: Fields) -> dict[str, Any]:
     """Experts as in DeepSeek 3, with plain heads."""
-    groups = fields.get("n_group") or 1
-    routing = {
-        "scores": "sigmoid", "bias": True, "renormalise": bool(fields.get("norm_topk_prob", True)),
-        "scale": float(fields.get("routed_scaling_factor") or 1.0), "expert_groups": groups,
-        "groups_per_token": fields.get("topk_group") or 1, "group_score": "top_2",
-    }  # fmt: skip
-    parts = {"shared": fields.get("n_shared_experts") or 0, "first_dense": fields.get("first_k_dense_replace") or 0}
-    experts = _dropless(fields, "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok", routing, **parts)
-    return {**_biased(fields, "attention_bias"), "experts": experts}
+    return {**_biased(fields, "attention_bias"), **experts_of_deepseek(fields, third=True)}
 
 
 def _ernie_moe(fields: Fields) -> dict[str, Any]:
     if (fields.get("moe_layer_interval") or 1) != 1:
         raise GraphError(f"{at(WHAT)}: moe_layer_interval is {fields['moe_layer_interval']!r:.20}; only 1 is supported")
-    routing = {"bias": True, "loss_coef": fields.get("router_aux_loss_coef") or 0.0}
-    parts = {
-        "shared": fields.get("moe_num_shared_experts") or 0,
-        "first_dense": fields.get("moe_layer_start_index") or 0,
-    }
-    experts = _dropless(fields, "moe_num_experts", "moe_intermediate_size", "moe_k", routing, **parts)
-    return {**_throughout(fields.get("use_bias")), "tied": _tied(fields), "experts": experts}
+    shared, front = fields.get("moe_num_shared_experts") or 0, fields.get("moe_layer_start_index") or 0
+    sizes = "moe_num_experts", "moe_intermediate_size"
+    experts = dropless_experts(fields, *sizes, {"bias": True}, choices="moe_k", shared=shared, first_dense=front)
+    return {**_throughout(fields.get("use_bias")), "tied": _tied(fields), **experts}
 
 
 PLANNED: Mapping[str, Callable[[Fields], dict[str, Any]]] = MappingProxyType(
@@ -210,7 +191,8 @@ def planned_notes(fields: Fields, kind: str) -> list[str]:
     """What a planned family does that this library does not express."""
     factors = [f"{name}={fields[name]}" for name in _FACTORS if fields.get(name) not in (None, 1.0)]
     out = [f"{', '.join(factors)}: factors of values, at no cost"] if factors else []
-    if PLANNED[kind](fields).get("norm") == "layer" and not PLANNED[kind](fields).get("bias") and "cohere" not in kind:
+    own = PLANNED[kind](fields)
+    if own.get("norm") == "layer" and not own.get("bias") and "cohere" not in kind:
         out.append("norms have biases; none here")
     if kind in ("gpt_neox", "falcon") and fields.get("num_ln_in_parallel_attn", 2) == 2:
         out.append("attention and feed-forward block have a norm each, here one for both")

@@ -267,7 +267,9 @@ class _Files(Mapping[str, Array]):
 
 def _check_loaded(path: object, what: str) -> None:
     """Refuse weights beside the config.json of a family that is only planned: its factors or norms are not here."""
-    place = Path(path) if isinstance(path, str | os.PathLike) else Path()
+    if not isinstance(path, str | os.PathLike):
+        return
+    place = Path(path)
     beside = (place if place.is_dir() else place.parent) / CONFIG
     if not beside.is_file():
         return
