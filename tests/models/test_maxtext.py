@@ -140,7 +140,7 @@ def other(base: Path, text: str, *lines: str) -> MaxTextRun:
 
 
 def test_keys_of_another_version_are_reported_at_the_values_of_its_base_file(base: Path) -> None:
-    run = other(base, "key_of_tomorrow: 3\nanother: [1]\n")
+    run = other(base, "key_of_tomorrow: 3\nanother: none\n")
     assert [str(u) for u in run.unread] == [
         "another, key_of_tomorrow=as in base.yml: of another version of MaxText, taken to have no effect"
     ]

@@ -134,11 +134,9 @@ def settings_of(
     given = renamed(_overrides(overrides))
     chain = _chain(place)
     root = chain[-1][1]
-    foreign = {k: v for k, v in root.items() if k not in KNOWN} if is_base(root) else {}
-    values: dict[str, Any] = {}
+    foreign = {k: _plain(v) for k, v in root.items() if k not in KNOWN} if is_base(root) else {}
+    values: dict[str, Any] = {"decoder_block": FIRST_BLOCK} if is_base(root) else {}
     sources: dict[str, str] = {}
-    if is_base(root):
-        values |= {"decoder_block": FIRST_BLOCK}
     rules: list[Any] = [*DEFAULT_RULES]
     for file, entries in reversed(chain):
         rules = _merged(rules, entries, file.name)
@@ -152,10 +150,15 @@ def settings_of(
     rules = _merged(rules, given, f"{place.name} (an override)")
     values |= given
     sources |= dict.fromkeys(given, OVERRIDES)
-    known = {k: None if isinstance(v, str) and v.lower() == "none" else v for k, v in values.items()}
-    settings = Settings(str(place), known, sources, serving=serving_sign(chain, given), foreign=foreign)
+    plain = {k: _plain(v) for k, v in values.items()}
+    settings = Settings(str(place), plain, sources, serving=serving_sign(chain, given), foreign=foreign)
     _check(settings)
     return _with_rules(settings, rules, folders)
+
+
+def _plain(value: Any) -> Any:
+    """A value, with None for the word."""
+    return None if isinstance(value, str) and value.lower() == "none" else value
 
 
 def _overrides(given: object) -> dict[str, Any]:
