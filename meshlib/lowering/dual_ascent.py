@@ -30,7 +30,7 @@ class _Link(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Node:
+class _Variable:
     """A variable during the ascent, with costs of its values that belong to no table over others."""
 
     costs: Floats
@@ -58,7 +58,7 @@ def raise_bound(problem: Elimination, sweeps: int) -> float:
     # Variables of operations are numbered in program order, those of copies behind them: each comes to its producer.
     order = sorted(problem.domain, key=lambda v: (min([v, *problem.near[v]]), v))
     place = {v: n for n, v in enumerate(order)}
-    nodes = {v: _Node(np.zeros(problem.size[v])) for v in order}
+    nodes = {v: _Variable(np.zeros(problem.size[v])) for v in order}
     for scope in sorted(problem.tables):
         if len(scope) == 1:
             nodes[scope[0]].costs = problem.take(scope)

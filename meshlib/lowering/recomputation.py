@@ -37,10 +37,10 @@ class Free:
             axes = again_axes(self.signature, wanted)
             nothing = ((),) * len(self.operands)
             assigned = None if axes is None else self.signature.under(wanted.mesh, axes, nothing)
-            if assigned is None:
+            if axes is None or assigned is None:
                 self._costs[wanted] = self.cost(Sharding.replicated(wanted.shape, wanted.mesh))
                 return self._costs[wanted]
-            cost = run_cost(self.signature, axes or {}, wanted)
+            cost = run_cost(self.signature, axes, wanted)
             for x, s in zip(self.operands, assigned.operands, strict=True):
                 cost += x.cost(s)
             self._costs[wanted] = cost

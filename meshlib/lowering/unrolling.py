@@ -98,14 +98,14 @@ class _Unroller:
     def _identify(self, i: Instruction) -> None:
         """Record the identity of an instruction within its layer, and its layer."""
         self._identify_results(i)
-        labels = [self._label(y.tensor) for y in i.outputs] or [self._label(i.operation)]
-        place = labels[0][1]
-        if place is None or len(dict(labels)) < len(labels) or None in dict(labels).values():
-            self.keys.append(i)  # outside all layers, or launched for the same values of several
+        results = self._places_of_results(i)
+        if results is None:
+            self.keys.append(i)
             self.places.append(None)
             return
+        place = results[0][1]
         self.places.append(place)
-        own_results = [(what, (at or 0) - place) for what, at in labels]
+        own_results = [(what, at - place) for what, at in results]
         operands = [(source.what, source.place - place) if (source := self.made.get(x)) else x for x in i.inputs]
         near = [source.place for x in i.inputs if (source := self.made.get(x))]
         own: Hashable = (i.assignment, i.exchanges) if isinstance(i, Compute) else ()
@@ -121,6 +121,12 @@ class _Unroller:
         beside = {p < first for p in near} <= {place < first} and self._is_wired_alike(place, self.layers.layer(place))
         if beside and isinstance(i, Move | Compute) and i.reasons:
             self.reasons[number] = i.reasons, place
+
+    def _places_of_results(self, i: Instruction) -> list[tuple[Hashable, int]] | None:
+        """What an instruction computes, with places; None outside all layers, and for the same values of several."""
+        labels = [self._label(y.tensor) for y in i.outputs] or [self._label(i.operation)]
+        placed = [(what, at) for what, at in labels if at is not None]
+        return placed if len(dict(placed)) == len(labels) else None
 
     def _identify_results(self, i: Instruction) -> None:
         """Record the identities of an instruction's results within their layer."""

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from hardware.chips import Chip
 from hardware.core import Matmul, strength_reduced
@@ -80,15 +81,14 @@ def passes_of(members: Sequence[Instruction], stored: Stored) -> Passes:
     sweeping = [i for i in computed if 2 * _extent(i) > rows]
     statistics = {level[i] for i in computed if level[i] and 2 * _extent(i) <= rows}
     sweeps = 0 if any(map(is_matmul, computed)) else max(0, len({level[i] for i in sweeping}) - 1)
-    rounded = sum(_block_bytes(y) for i in sweeping for y in i.outputs if _is_rounded(i, y, stored))
-    block_bytes = _accumulator_bytes(computed, level) + rounded
+    rounded = sum(_rounded_bytes(i, stored) for i in sweeping)
     running = [(n, i.outputs[0]) for i in sweeping if (n := _running_passes(i))]
-    block_bytes += sum(2 * n * _block_bytes(y) for n, y in running)  # passed on between passes
+    passed_on = sum(2 * n * _block_bytes(y) for n, y in running)  # between passes
     anew = [v for i in computed for v in _laid_out_anew(i)]
-    block_bytes += sum(map(_block_bytes, anew))
+    block_bytes = _accumulator_bytes(computed, level) + rounded + passed_on + sum(map(_block_bytes, anew))
     launches = 1 + sweeps + len(statistics) + sum(n for n, _ in running) + len(anew)
-    relayouts = tuple(copy for i in filter(is_matmul, computed) for copy in relayouts_of(i, stored))
-    return Passes(launches, sweeps, block_bytes, _registers(sweeping, level, rows), rounded, relayouts)
+    relayouts = (relayouts_of(i, stored) for i in computed if is_matmul(i))
+    return Passes(launches, sweeps, block_bytes, _registers(sweeping, level, rows), rounded, tuple(chain(*relayouts)))
 
 
 def _accumulator_bytes(computed: Sequence[Compute], level: dict[Compute, int]) -> int:
@@ -183,11 +183,12 @@ def _reduces(i: Compute) -> bool:
     return over_rows and kind.indices is None and 2 * i.outputs[0].local_size <= i.inputs[0].local_size
 
 
-def _is_rounded(i: Compute, y: Value, stored: Stored) -> bool:
-    """True if a computed result is stored in a narrower float type than it was computed in."""
-    computed = i.operation.opdef.kind is not Kind.SOURCE and i.operation.opdef.indices is None and not _reduces(i)
-    dtype = y.tensor.dtype
-    return computed and dtype.is_float and dtype.itemsize < _BLOCK_ITEMSIZE and stored.is_written(y)
+def _rounded_bytes(i: Compute, stored: Stored) -> int:
+    """Blocks of computed results that are stored in a narrower float type than they were computed in."""
+    if i.operation.opdef.kind is Kind.SOURCE or i.operation.opdef.indices is not None or _reduces(i):
+        return 0
+    dtypes = ((y, y.tensor.dtype) for y in i.outputs if stored.is_written(y))
+    return sum(_block_bytes(y) for y, dtype in dtypes if dtype.is_float and dtype.itemsize < _BLOCK_ITEMSIZE)
 
 
 def _block_bytes(v: Value) -> int:

@@ -99,8 +99,9 @@ def temporaries_of(program: Program, loop: Loop | None = None) -> dict[Instructi
     stored, largest_of = Stored(program, loop), {}
     for members in kernels_of(program):
         maker = {y: i for i in members for y in i.outputs}
+        known: dict[Value, float] = {}
         for product in filter(is_product, members):
-            largest_of[product] = max(_largest_temporary(x, maker, stored, {}) for x in product.inputs[:2])
+            largest_of[product] = max(_largest_temporary(x, maker, stored, known) for x in product.inputs[:2])
     return largest_of
 
 

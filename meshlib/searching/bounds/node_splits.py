@@ -34,7 +34,7 @@ WHOLE, SUM, ANY, FREE = "", "+", "*", "?"  # replicated; pending sum; any form a
 KINDS = ("", GATHER, SCATTER, REDUCE, SWAP)
 
 
-class Traffic(NamedTuple):
+class ProductTraffic(NamedTuple):
     """Lower bounds on the HBM traffic of a product, in bytes: all; the part that the program computes; its result."""
 
     moved_bytes: float
@@ -156,18 +156,18 @@ class NodeSplits:
             seconds = self.shared[key] = self.joint_seconds(node, joint, traffic)
         return seconds
 
-    def traffic(self, flow: Flow, number: int, devices: int | None = None) -> Traffic:
+    def traffic(self, flow: Flow, number: int, devices: int | None = None) -> ProductTraffic:
         """The HBM traffic of a product; given `devices`, its part if all of them split every operand and result."""
         node = flow.nodes[number]
         if node.product is None:
-            return Traffic(0.0, 0.0, 0.0)
+            return ProductTraffic(0.0, 0.0, 0.0)
         written = sum(self._moved_bytes(use, devices) for use in flow.written[number])
         late = written + sum(self._moved_bytes(use, devices) for use in node.reads if not use.early)
         moved = late + sum(self._moved_bytes(use, devices) for use in node.reads if use.early)
-        return Traffic(moved, late, written)
+        return ProductTraffic(moved, late, written)
 
     def joint_seconds(
-        self, node: Node, joint: Sequence[Sequence[int | None]], traffic: Traffic
+        self, node: Node, joint: Sequence[Sequence[int | None]], traffic: ProductTraffic
     ) -> tuple[Floats, Floats]:
         """Seconds of a product or attention under joint options of all axes, and its earliest end if the program starts
         at 0."""

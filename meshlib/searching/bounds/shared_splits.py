@@ -20,7 +20,7 @@ from meshlib.estimation.time.physics import Physics
 from meshlib.estimation.work.combined_collectives import THRESHOLD_BYTES
 from meshlib.searching.bounds.collectives import GATHER, REDUCE, SCATTER, Machine, overhead_seconds, wire_seconds
 from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, Node, Placed
-from meshlib.searching.bounds.node_splits import ANY, FREE, KINDS, SUM, WHOLE, NodeSplits, Options, Traffic
+from meshlib.searching.bounds.node_splits import ANY, FREE, KINDS, SUM, WHOLE, NodeSplits, Options, ProductTraffic
 from meshlib.searching.renamed_dims import Passages
 from meshlib.searching.space import Candidate
 
@@ -161,7 +161,7 @@ class Batch:
         return dims
 
     def _joint_seconds(
-        self, node: Node, splits: NodeSplits, options: Options, sizes: tuple[int, ...], traffic: Traffic
+        self, node: Node, splits: NodeSplits, options: Options, sizes: tuple[int, ...], traffic: ProductTraffic
     ) -> Floats:
         """Seconds for [option of each axis]."""
         key = node, options.numbers, sizes, traffic
