@@ -23,7 +23,8 @@ _JOINT: dict[str, int | Tile] = {
     "attention_window_tile": (2048, 2048),
     "attention_backward_tile": (2048, 2048),
 }
-_CORE: dict[str, int | Tile] = {"scoped_vmem_bytes": 64 << 20}  # more than a core of v5p has: MOE_VMEM_LIMIT_FLAG
+# xla_tpu_scoped_vmem_limit_kib is 80 or 96 MiB, of which a core of v5p has 64.
+_CORE: dict[str, int | Tile] = {"scoped_vmem_bytes": 64 << 20}
 # (recipe folder, `Chip` fields that it sets); the first match counts.
 _KERNELS: tuple[tuple[str, dict[str, int | Tile]], ...] = (
     (r"trillium/(Llama3\.1-(8|70)B|Mistral-7B)", _JOINT),

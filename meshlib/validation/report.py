@@ -53,6 +53,7 @@ def _training(v: Validation) -> list[str]:
         "the naive rule knows what it predicts: each run is among those whose median it takes, and a chip with one run "
         "is predicted by itself; without the chip it is as blind as the model"
     )
+    lines += _groups("models", v.training, lambda r: "with experts" if "experts" in r.family else "dense")
     lines += _groups("family", v.training, lambda r: r.family)
     lines += _groups("chip", v.training, lambda r: r.chip)
     misses = [r for r in v.training if abs(r.error or 0.0) > MISS]
