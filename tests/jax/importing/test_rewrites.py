@@ -94,6 +94,7 @@ FUNCTIONS = {
         * x[..., 0]
         + jnp.searchsorted(jnp.linspace(-1.0, 1.0, 7), y[..., 0])
         + jnp.interp(x[..., 1], jnp.linspace(-2.0, 2.0, 5), jnp.linspace(0.0, 1.0, 5) ** 2)
+        + x[..., 0] * (x[..., :0] @ y[0, 0, :0])  # a sum of nothing
     ),
     "several checkpoints in a loop": lambda x, y, i: lax.scan(
         lambda c, v: (jax.checkpoint(jnp.sin)(c * v) + jnp.tanh(c) + jax.checkpoint(jnp.cos)(c + v), None), x[0], y

@@ -101,4 +101,17 @@ def _reordered(step: CodeStep) -> Function | None:
 
 
 rewrite("reshape", _reordered)
+
+
+def _of_nothing(step: CodeStep) -> Function | None:
+    """The zeros of a product over an axis of no elements."""
+
+    def run(*xs: Any) -> Any:
+        out = jax.eval_shape(lambda *operands: lax.dot_general_p.bind(*operands, **step.params), *xs)
+        return jnp.zeros(out.shape, out.dtype)
+
+    return run if any(0 in x.shape for x in step.ins) else None
+
+
+rewrite("dot_general", _of_nothing)
 rewrite("empty empty2", lambda step: lambda: jnp.zeros(step.params.get("shape", ()), step.params["dtype"]))
