@@ -26,6 +26,7 @@ from meshlib.sharing.foreign_families import (
 
 Fields = Mapping[str, Any]
 _SQUARED = "relu2"
+_LOCAL = "num_local_experts", "intermediate_size"
 _FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale")
 _FLAGS = (
     *("use_qk_norm", "alibi", "multi_query", "new_decoder_architecture", "parallel_attn", "bias", "use_bias"),
@@ -105,14 +106,6 @@ def _gpt_neox(fields: Fields) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _phi(fields: Fields) -> dict[str, Any]:
-    return {**_layer_norm(fields), "gated": False, "activation": "gelu", **_throughout(True), "parallel": True}
-
-
-def _nemotron(fields: Fields) -> dict[str, Any]:
-    return {**_layer_norm(fields, "norm_eps"), "gated": False}
-
-
 def _starcoder2(fields: Fields) -> dict[str, Any]:
     window = fields.get("sliding_window")
     return {
@@ -132,15 +125,6 @@ def _stablelm(fields: Fields) -> dict[str, Any]:
 
 def _granite(fields: Fields) -> dict[str, Any]:
     return {"attention_scale": fields.get("attention_multiplier")}
-
-
-def _granitemoe(fields: Fields) -> dict[str, Any]:
-    return {**_granite(fields), **dropless_experts(fields, "num_local_experts", "intermediate_size", {})}
-
-
-def _phimoe(fields: Fields) -> dict[str, Any]:
-    experts = dropless_experts(fields, "num_local_experts", "intermediate_size", {})
-    return {**_layer_norm(fields, "rms_norm_eps"), **experts}
 
 
 def _qwen2_moe(fields: Fields) -> dict[str, Any]:
@@ -178,10 +162,13 @@ PLANNED: Mapping[str, Callable[[Fields], dict[str, Any]]] = MappingProxyType(
         "glm": lambda f: _biased(f, "attention_bias"),
         "glm4": lambda f: {**_biased(f, "attention_bias"), "post_norms": True},
         "glm4_moe": lambda f: {**_like_deepseek(f), "qk_norm": bool(f.get("use_qk_norm"))},
-        "gpt_neox": _gpt_neox, "granite": _granite, "granitemoe": _granitemoe, "helium": lambda f: {},
-        "nemotron": _nemotron, "phi": _phi, "phimoe": _phimoe, "qwen2_moe": _qwen2_moe,
-        "seed_oss": lambda f: _biased(f, "attention_bias"), "smollm3": lambda f: {"tied": _tied(f)},
-        "stablelm": _stablelm, "starcoder2": _starcoder2,
+        "gpt_neox": _gpt_neox, "granite": _granite,
+        "granitemoe": lambda f: {**_granite(f), **dropless_experts(f, *_LOCAL, {})}, "helium": lambda f: {},
+        "nemotron": lambda f: {**_layer_norm(f, "norm_eps"), "gated": False},
+        "phi": lambda f: {**_gpt_neox(f), "activation": "gelu"},
+        "phimoe": lambda f: {**_layer_norm(f, "rms_norm_eps"), **dropless_experts(f, *_LOCAL, {})},
+        "qwen2_moe": _qwen2_moe, "seed_oss": lambda f: _biased(f, "attention_bias"),
+        "smollm3": lambda f: {"tied": _tied(f)}, "stablelm": _stablelm, "starcoder2": _starcoder2,
     }
 )  # fmt: skip
 """model_type -> the arguments of `TransformerConfig` in which it differs from Llama."""
