@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layouts import Shape, Sharding
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.imported import ImportedGraph
 from meshlib.jax.importing.leaves import COMPLEX, words
-from meshlib.program.instructions import Commit, Value
+from meshlib.program.instructions import Value
 from meshlib.program.records import Program
 
 
@@ -62,9 +63,10 @@ def array_spec(axes: Sequence[Shape], sharding: Sharding) -> ArraySpec:
 
 def specs_of(graph: ImportedGraph, program: Program) -> dict[str, dict[str, ArraySpec]]:
     """Specs of a program's variables, inputs and outputs, in terms of the user's arrays."""
+    outputs, _ = program.asked
 
     def of(name: str, v: Value) -> ArraySpec:
-        axes = _axes_of(graph, v.tensor)
+        axes = _axes_of(graph, outputs[name] if v is program.outputs.get(name) else v.tensor)
         return array_spec([Shape([d]) for d in v.tensor.shape] if axes is None else axes, v.sharding)
 
     parts = {"variables": program.variables, "inputs": program.inputs, "outputs": program.outputs}
@@ -73,9 +75,11 @@ def specs_of(graph: ImportedGraph, program: Program) -> dict[str, dict[str, Arra
 
 def _axes_of(graph: ImportedGraph, t: Tensor) -> Sequence[Shape] | None:
     """The dims of each axis of the user's array behind a tensor; None if there is no such array."""
-    variable = t.operation if t.operation.name in graph.arguments else graph.gradient_of.get(t)
-    if variable is not None and variable.name in graph.arguments:
-        return graph.arguments[variable.name].axes
+    variable = graph.gradient_of.get(t, t.operation)
+    argument = graph.arguments.get(variable.attrs.get("slot_of") or variable.name)
+    if argument is not None:  # slots may lack axes of their variable
+        axes = [axis for axis in argument.axes if all(d in t.shape for d in axis)]
+        return axes if [d for axis in axes for d in axis] == [*t.shape] else None
     return next((graph.result_axes[name] for name, y in graph.outputs.items() if y is t), None)
 
 
@@ -102,15 +106,15 @@ def compiled(
 
     None if the program does more: it updates variables, or has operations added after the import.
     """
-    if graph.call is None or any(isinstance(i, Commit) for i in program.instructions):
-        return None
-    wanted = {name: _result_of(graph, v.tensor) for name, v in program.outputs.items()}
-    if None in wanted.values():
-        return None
+    outputs, updates = program.asked
     call = graph.call
-    if len(jax.tree_util.tree_leaves(jax.eval_shape(call.function, *call.shapes))) != len(graph.outputs):
-        return None  # keys and complex numbers are results in another form
-    sloped = sorted({n for kind, n in wanted.values() if kind == "gradient"})
+    wanted = {name: _result_of(graph, t) for name, t in outputs.items()}
+    if call is None or updates or None in wanted.values():
+        return None
+    results = jax.tree_util.tree_leaves(jax.eval_shape(call.function, *call.shapes))
+    sloped = sorted({n for kind, n, _ in wanted.values() if kind == "gradient"})
+    if len(_parts(results)) != len(graph.outputs) or (sloped and (results[0].shape or results[0].dtype.kind != "f")):
+        return None  # random keys are among the results, or the gradient is that of another result
     given = specs["variables"] | specs["inputs"]  # type: ignore[operator]
 
     def step(*arrays: Any) -> dict[str, Any]:
@@ -127,19 +131,35 @@ def compiled(
             (_, results), slopes = jax.value_and_grad(first, tuple(range(len(sloped))), has_aux=True)(*moving)
         else:
             results = first()[1]
-        by_number = dict(zip(sloped, slopes, strict=True))
-        return {name: results[n] if kind == "result" else by_number[n] for name, (kind, n) in wanted.items()}
+        parts = _parts(results)
+        # the gradient of a complex number is its conjugate in JAX
+        slopes_of = {n: _parts([jnp.conj(dx)]) for n, dx in zip(sloped, slopes, strict=True)}
+        return {
+            name: parts[n] if kind == "result" else slopes_of[n][part] for name, (kind, n, part) in wanted.items()
+        }
 
     ins = [NamedSharding(mesh, _of_leaf(given, name)) for name in call.names]
     outs = {name: NamedSharding(mesh, specs["outputs"][name]) for name in wanted}
     return jax.jit(step, in_shardings=ins, out_shardings=outs).lower(*call.shapes).compile()
 
 
-def _result_of(graph: ImportedGraph, t: Tensor) -> Any:
-    """("result", n) for the function's n-th result, ("gradient", n) for that of its n-th argument; None for others."""
-    assert graph.call is not None
+def _parts(arrays: Sequence[Any]) -> list[Any]:
+    """Arrays with complex ones as two, as they are among a graph's outputs; without random keys."""
+    real = [x for x in arrays if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    return [
+        part for x in real for part in ((x.real, x.imag) if jnp.issubdtype(x.dtype, jnp.complexfloating) else (x,))
+    ]
+
+
+def _result_of(graph: ImportedGraph, t: Tensor) -> tuple[str, int, int] | None:
+    """("result", n, 0) for the n-th output, ("gradient", n, part) for the n-th argument's gradient; None for others."""
     for n, y in enumerate(graph.outputs.values()):
         if y is t:
-            return "result", n
+            return "result", n, 0
     variable = graph.gradient_of.get(t)
-    return None if variable is None else ("gradient", graph.call.names.index(variable.name))
+    if graph.call is None or variable is None:
+        return None
+    for part, suffix in enumerate(COMPLEX):
+        if (name := variable.name.removesuffix(suffix)) in graph.call.names:
+            return "gradient", graph.call.names.index(name), part if name != variable.name else 0
+    return None

@@ -25,7 +25,7 @@ from meshlib.jax.step import platform_of
 from meshlib.jax.table import storage
 from meshlib.lowering import lower
 from meshlib.ops.control.sources import STEP
-from meshlib.program.instructions import Commit, Instruction, Loop, Value
+from meshlib.program.instructions import Instruction, Loop, Value
 from meshlib.program.records import Program, require_program, walk
 
 Specs = dict[str, PartitionSpec]
@@ -180,9 +180,7 @@ def _compiled(specs: PartitionSpecs, devices: Sequence[Any] | None) -> Any:
     own = None if graph is None else compiled(graph, program, by_kind, mesh)
     if own is not None:
         return own
-    fetched = {n: v.tensor for n, v in program.outputs.items()}
-    updates = [i.operation for i in program.instructions if isinstance(i, Commit)]
-    whole = lower(fetched, updates, precision=program.precision)
+    whole = lower(*program.asked, precision=program.precision)
     platform = platform_of(mesh)
 
     def step(state: dict[str, Array], feeds: dict[str, Array]) -> Any:

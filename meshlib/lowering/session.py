@@ -131,7 +131,8 @@ class Session(Shown):
         notes = (*report.notes, *self._size_notes, *self._bubble_notes)
         sound = Sound(memos.signatures, memos.computations)
         lowering = Lowering(mesh, rules, precision, balance, regather, notes, memos, sound, compiler)
-        return lowering.program(self._simple, self._outputs, counts_steps=bool(self._updates))
+        program = lowering.program(self._simple, self._outputs, counts_steps=bool(self._updates))
+        return replace(program, asked=self.asked)
 
     @property
     def programs(self) -> tuple[Program, ...]:

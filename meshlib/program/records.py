@@ -7,7 +7,7 @@ sharding of it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import is_
 from pathlib import Path
@@ -117,6 +117,8 @@ class Program(Shown):
     is_body: bool = False  # whether it is a loop body, whose carries may be pending sums
     excess_bytes: float = 0.0  # gap between the chosen strategies and their lower bound, without loop bodies
     compiler: Compiler = XLA_TPU
+    # outputs and updates as they were given to `mtf.lower`; lowering may compute equal tensors in their place
+    asked: tuple[Mapping[str, Tensor], Sequence[Operation]] = field(default_factory=lambda: ({}, []))
 
     @property
     def choice(self) -> Optimality:

@@ -85,3 +85,46 @@ def test_arguments_that_the_program_does_not_know_are_whole() -> None:
         y = mtf.reduce_sum(mtf.input("x", [mtf.Dimension("d", 4)]))
     with pytest.raises(mtf.GraphError, match=r"not imported from JAX; use \.variables"):
         mtf.partition_specs(mtf.lower({"y": y})).shardings(X)
+
+
+def normalised(params: Any, x: Any) -> Any:
+    """Weights in complex numbers, and statistics that lowering computes from other sums than the function."""
+    h = ((1 + 2j) * (x @ params["w"])).real
+    mean, variance = h.mean(0), h.var(0)
+    return jnp.sum(((h - mean) / jnp.sqrt(variance + 1e-3) * params["scale"]) ** 2), {"mean": mean, "var": variance}
+
+
+def test_results_and_gradients_in_another_form_are_those_of_the_users_jit() -> None:
+    params = {"w": (PARAMS["q"] + 1j * PARAMS["k"]).astype("complex64"), "scale": PARAMS["q"][0]}
+    x = X.reshape(-1, D)
+    graph = mtf.from_jax(normalised, params, x, names={"x": "batch d_model", "params.scale": "hidden"})
+    weights = [op.output for op in graph.variables.values()]
+    with graph:
+        slopes = mtf.gradients([graph.loss], weights)
+    fetched = graph.outputs | {f"d {w.name}": d for w, d in zip(weights, slopes, strict=True)}
+    specs = mtf.partition_specs(mtf.lower(fetched, mesh="data:2;model:4", layout="batch:data;hidden:model"))
+    assert specs.outputs["d params/w/imag"] == specs.variables["params/w/imag"] == P(None, "model")
+    placed = specs.shardings(params, x)
+    results = [jax.sharding.NamedSharding(specs.mesh(), spec) for spec in map(specs.outputs.get, graph.outputs)]
+
+    def step(params: Any, x: Any) -> Any:
+        (loss, averages), slope = jax.value_and_grad(normalised, has_aux=True)(params, x)
+        return jax.tree_util.tree_leaves((loss, averages)), jax.tree_util.tree_map(jnp.conj, slope)
+
+    compiled = jax.jit(step, in_shardings=placed, out_shardings=(results, placed[0])).lower(params, x).compile()
+    assert specs.xla_sent_bytes() == sent_bytes(compiled.as_text()) > 0
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "slots"),
+    [
+        (mtf.optimize.AdamWOptimizer(1e-3), {"adam_m": P("model"), "adam_v": P("model")}),
+        (mtf.optimize.AdafactorOptimizer(min_dim_size_to_factor=2), {"slot_vr": P("model"), "slot_vc": P("model")}),
+    ],
+)
+def test_slots_have_the_axes_of_their_variable(optimizer: Any, slots: dict[str, Any]) -> None:
+    graph = mtf.from_jax(attention, PARAMS, X, names=NAMES)
+    with graph:
+        updates = optimizer.minimize(graph.loss)
+    specs = mtf.partition_specs(mtf.lower(updates=updates, mesh="data:2;model:4", layout="batch:data;heads:model"))
+    assert {name: specs.variables[f"params/o/{name}"] for name in slots} == slots
