@@ -55,6 +55,7 @@ def check(
     known_dims: Iterable[str] | None = None,
     inner: Iterable[tuple[str, ShapeLike, str]] = (),
     splitting: Iterable[str] = (),
+    derived: Iterable[str] = (),
 ) -> Report:
     """Check all tensors of a program under one layout.
 
@@ -66,6 +67,7 @@ def check(
       inner: tensors that need not fit, such as those internal to a library function. A rule that does not fit them is a
         note, since `LayoutRules.fitting` drops it, unless its dim occurs only in such tensors and it fits none of them.
       splitting: axes that split something without a rule.
+      derived: dims whose sizes nobody chose, so that rules need not fit any tensor that has them.
 
     >>> print(check("vocab:cols", "rows:2;cols:4", [("logits", "batch:6;vocab:10", "activations")]))
     fault: dim 'vocab' does not divide over axis 'cols': 10 % 4 = 2. Pad vocab to 12 (+20.00 %), or remove vocab:cols. In: logits.
@@ -73,7 +75,7 @@ def check(
     """  # noqa: E501
     rules = rules if isinstance(rules, LayoutRules) else LayoutRules(rules)
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
-    usage = _usage(rules, mesh, tensors, inner, splitting)
+    usage = _usage(rules, mesh, tensors, inner, splitting, {*derived})
     known = dict.fromkeys([*usage.dims, *(known_dims or ())])
     foreign = _unknown_names(rules, mesh, known, usage.faults)
     notes = [f"{text}; it splits nothing here, as its '?' allows" for text in dict.fromkeys(foreign)]
@@ -105,12 +107,12 @@ def _usage(
     tensors: Iterable[tuple[str, ShapeLike, str]],
     inner: Iterable[tuple[str, ShapeLike, str]],
     splitting: Iterable[str],
+    own: set[str],
 ) -> _Usage:
     usage = _Usage(axes=set(splitting))
     for fault in _unknown_axes(rules, mesh):
         usage.faults.setdefault(fault, [])
     followed: set[Rule] = set()  # rules used by some tensor
-    own: set[str] = set()  # dims of tensors that are not inner
     seen: dict[tuple[Shape, str], tuple[RuleFault, ...]] = {}  # most tensors have the layout of an earlier one
     for into, (label, given, scope) in chain(zip(repeat(usage.faults), tensors), zip(repeat(usage.misfits), inner)):
         shape = given if isinstance(given, Shape) else Shape(given)

@@ -108,8 +108,9 @@ def compiled(
     """
     outputs, updates = program.asked
     call = graph.call
-    wanted = {name: _result_of(graph, t) for name, t in outputs.items()}
-    if call is None or updates or None in wanted.values():
+    origins = {name: _result_of(graph, t) for name, t in outputs.items()}
+    wanted = {name: origin for name, origin in origins.items() if origin is not None}
+    if call is None or updates or len(wanted) < len(origins):
         return None
     results = jax.tree_util.tree_leaves(jax.eval_shape(call.function, *call.shapes))
     sloped = sorted({n for kind, n, _ in wanted.values() if kind == "gradient"})
@@ -134,9 +135,7 @@ def compiled(
         parts = _parts(results)
         # the gradient of a complex number is its conjugate in JAX
         slopes_of = {n: _parts([jnp.conj(dx)]) for n, dx in zip(sloped, slopes, strict=True)}
-        return {
-            name: parts[n] if kind == "result" else slopes_of[n][part] for name, (kind, n, part) in wanted.items()
-        }
+        return {name: parts[n] if kind == "result" else slopes_of[n][part] for name, (kind, n, part) in wanted.items()}
 
     ins = [NamedSharding(mesh, _of_leaf(given, name)) for name in call.names]
     outs = {name: NamedSharding(mesh, specs["outputs"][name]) for name in wanted}
@@ -146,9 +145,7 @@ def compiled(
 def _parts(arrays: Sequence[Any]) -> list[Any]:
     """Arrays with complex ones as two, as they are among a graph's outputs; without random keys."""
     real = [x for x in arrays if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
-    return [
-        part for x in real for part in ((x.real, x.imag) if jnp.issubdtype(x.dtype, jnp.complexfloating) else (x,))
-    ]
+    return [part for x in real for part in ((x.real, x.imag) if jnp.issubdtype(x.dtype, jnp.complexfloating) else (x,))]
 
 
 def _result_of(graph: ImportedGraph, t: Tensor) -> tuple[str, int, int] | None:

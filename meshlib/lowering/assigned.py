@@ -184,6 +184,8 @@ class Subjects:
         self.operations = list(all_operations(operations))
         self.names = {d.name for op in all_operations(graph.operations) for y in op.public_outputs for d in y.shape}
         self._graph = graph
+        chosen = self.names if graph.named_dims is None else {d.name for d in graph.named_dims}
+        self.derived = self.names - chosen
         self._judged = [
             ((_label(op, y), y.shape, scope_of(y)), is_inner(y), op.output if self._follows(op) else None)
             for op, y in _judged(self.operations)
@@ -217,7 +219,7 @@ def check_layout(subjects: Subjects, mesh: Mesh, rules: LayoutRules) -> Report:
     constrained = [op for op in subjects.operations if op.opdef.home is Home.GIVEN]
     splitting = {axis for op in constrained for rule in op.attrs["layout"].rules for axis in rule.axes}
     strict, free = subjects.judged(rules, mesh)
-    report = check(rules, mesh, strict, subjects.names, free, splitting)
+    report = check(rules, mesh, strict, subjects.names, free, splitting, subjects.derived)
     bound = [_check_constrained(op, mesh) for op in constrained]
     faults = (*report.faults, *(text for r in bound for text in r.faults))
     return Report(faults, report.notes, (*report.found, *(fact for r in bound for fact in r.found)))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from layouts import LayoutRules, Mesh
 from meshlib.core.compiler import XLA_TPU, Compiler
 from meshlib.core.errors import GraphError
+from meshlib.core.graph import Operation, Tensor
 from meshlib.core.opdef import Kind, Work
 from meshlib.core.shown import Shown
 from meshlib.core.text import bytes_text, clipped

@@ -295,6 +295,10 @@ def test_sizes_that_nobody_named_need_not_divide():
         "[fan_in:3, fan_out:8]",
         "[fan_out:8, fan_in:16@m]",
     ]
+    nowhere = mtf.lower(mtf.from_jax(loss, params, x).outputs, mesh="m:5", layout="fan_in:m")
+    assert nowhere.notes[0].startswith("axis 'm' splits nothing")
+    assert "3 % 5 = 3. Nobody named this size" in nowhere.notes[1]
+    assert "16 % 5 = 1. Nobody named this size" in nowhere.notes[2]
     named = mtf.from_jax(loss, params, x, names={"*.first.*": "fan_in fan_out"})
     with pytest.raises(mtf.LayoutError, match=r"dim 'fan_in' does not divide over axis 'm'[\s\S]*3 % 2 = 1"):
         mtf.lower(named.outputs, mesh="m:2", layout="fan_in:m")
