@@ -110,14 +110,14 @@ if _TYPE_CHECKING:
     from meshlib.ops.contraction.einsum import matmul as matmul
     from meshlib.ops.contraction.quantized import quantize as quantize
     from meshlib.ops.contraction.quantized import quantized_einsum as quantized_einsum
-    from meshlib.ops.contraction.quantized_ragged import quantized_ragged_dot as quantized_ragged_dot
+    from meshlib.ops.contraction.quantized import quantized_ragged_dot as quantized_ragged_dot
     from meshlib.ops.contraction.ragged import ragged_dot as ragged_dot
     from meshlib.ops.control.custom_gradients import custom_gradient as custom_gradient
     from meshlib.ops.control.custom_gradients import recompute_grad as recompute_grad
     from meshlib.ops.control.loops import scan as scan
     from meshlib.ops.control.loops import while_loop as while_loop
-    from meshlib.ops.control.printing import Print as Print
     from meshlib.ops.control.remat import Remat as Remat
+    from meshlib.ops.control.slicewise import Print as Print
     from meshlib.ops.control.slicewise import slicewise as slicewise
     from meshlib.ops.control.sources import constant as constant
     from meshlib.ops.control.sources import input as input
@@ -137,6 +137,8 @@ if _TYPE_CHECKING:
     from meshlib.ops.gradients import gradients as gradients
     from meshlib.ops.images.blocks import conv2d_with_blocks as conv2d_with_blocks
     from meshlib.ops.images.blocks import conv3d_with_blocks as conv3d_with_blocks
+    from meshlib.ops.images.blocks import depth_to_space as depth_to_space
+    from meshlib.ops.images.blocks import space_to_depth as space_to_depth
     from meshlib.ops.images.convolution import conv1d as conv1d
     from meshlib.ops.images.convolution import conv1d_transpose as conv1d_transpose
     from meshlib.ops.images.convolution import conv2d as conv2d
@@ -144,8 +146,6 @@ if _TYPE_CHECKING:
     from meshlib.ops.images.convolution import conv3d as conv3d
     from meshlib.ops.images.convolution import conv3d_transpose as conv3d_transpose
     from meshlib.ops.images.convolution import depthwise_conv2d as depthwise_conv2d
-    from meshlib.ops.images.depth import depth_to_space as depth_to_space
-    from meshlib.ops.images.depth import space_to_depth as space_to_depth
     from meshlib.ops.images.pooling import avg_pool as avg_pool
     from meshlib.ops.images.pooling import max_pool as max_pool
     from meshlib.ops.images.pooling import pool as pool
@@ -193,32 +193,54 @@ if _TYPE_CHECKING:
     from meshlib.ops.pointwise.activations import silu as silu
     from meshlib.ops.pointwise.activations import softplus as softplus
     from meshlib.ops.pointwise.activations import swish as swish
-    from meshlib.ops.pointwise.binary import add as add
-    from meshlib.ops.pointwise.binary import add_n as add_n
-    from meshlib.ops.pointwise.binary import bitwise_and as bitwise_and
-    from meshlib.ops.pointwise.binary import bitwise_or as bitwise_or
-    from meshlib.ops.pointwise.binary import bitwise_xor as bitwise_xor
-    from meshlib.ops.pointwise.binary import clip_by_value as clip_by_value
-    from meshlib.ops.pointwise.binary import divide as divide
-    from meshlib.ops.pointwise.binary import equal as equal
-    from meshlib.ops.pointwise.binary import floordiv as floordiv
-    from meshlib.ops.pointwise.binary import greater as greater
-    from meshlib.ops.pointwise.binary import greater_equal as greater_equal
-    from meshlib.ops.pointwise.binary import left_shift as left_shift
-    from meshlib.ops.pointwise.binary import less as less
-    from meshlib.ops.pointwise.binary import less_equal as less_equal
-    from meshlib.ops.pointwise.binary import logical_and as logical_and
-    from meshlib.ops.pointwise.binary import logical_or as logical_or
-    from meshlib.ops.pointwise.binary import maximum as maximum
-    from meshlib.ops.pointwise.binary import minimum as minimum
-    from meshlib.ops.pointwise.binary import mod as mod
-    from meshlib.ops.pointwise.binary import multiply as multiply
-    from meshlib.ops.pointwise.binary import not_equal as not_equal
-    from meshlib.ops.pointwise.binary import pow as pow
-    from meshlib.ops.pointwise.binary import right_shift as right_shift
-    from meshlib.ops.pointwise.binary import squared_difference as squared_difference
-    from meshlib.ops.pointwise.binary import sub as sub
-    from meshlib.ops.pointwise.binary import subtract as subtract
+    from meshlib.ops.pointwise.arithmetic import abs as abs
+    from meshlib.ops.pointwise.arithmetic import add as add
+    from meshlib.ops.pointwise.arithmetic import add_n as add_n
+    from meshlib.ops.pointwise.arithmetic import bitwise_and as bitwise_and
+    from meshlib.ops.pointwise.arithmetic import bitwise_or as bitwise_or
+    from meshlib.ops.pointwise.arithmetic import bitwise_xor as bitwise_xor
+    from meshlib.ops.pointwise.arithmetic import ceil as ceil
+    from meshlib.ops.pointwise.arithmetic import clip_by_value as clip_by_value
+    from meshlib.ops.pointwise.arithmetic import cos as cos
+    from meshlib.ops.pointwise.arithmetic import divide as divide
+    from meshlib.ops.pointwise.arithmetic import equal as equal
+    from meshlib.ops.pointwise.arithmetic import erf as erf
+    from meshlib.ops.pointwise.arithmetic import exp as exp
+    from meshlib.ops.pointwise.arithmetic import expm1 as expm1
+    from meshlib.ops.pointwise.arithmetic import floor as floor
+    from meshlib.ops.pointwise.arithmetic import floordiv as floordiv
+    from meshlib.ops.pointwise.arithmetic import greater as greater
+    from meshlib.ops.pointwise.arithmetic import greater_equal as greater_equal
+    from meshlib.ops.pointwise.arithmetic import left_shift as left_shift
+    from meshlib.ops.pointwise.arithmetic import less as less
+    from meshlib.ops.pointwise.arithmetic import less_equal as less_equal
+    from meshlib.ops.pointwise.arithmetic import log as log
+    from meshlib.ops.pointwise.arithmetic import log1p as log1p
+    from meshlib.ops.pointwise.arithmetic import logical_and as logical_and
+    from meshlib.ops.pointwise.arithmetic import logical_not as logical_not
+    from meshlib.ops.pointwise.arithmetic import logical_or as logical_or
+    from meshlib.ops.pointwise.arithmetic import maximum as maximum
+    from meshlib.ops.pointwise.arithmetic import minimum as minimum
+    from meshlib.ops.pointwise.arithmetic import mod as mod
+    from meshlib.ops.pointwise.arithmetic import multiply as multiply
+    from meshlib.ops.pointwise.arithmetic import negative as negative
+    from meshlib.ops.pointwise.arithmetic import not_equal as not_equal
+    from meshlib.ops.pointwise.arithmetic import pow as pow
+    from meshlib.ops.pointwise.arithmetic import reciprocal as reciprocal
+    from meshlib.ops.pointwise.arithmetic import relu as relu
+    from meshlib.ops.pointwise.arithmetic import right_shift as right_shift
+    from meshlib.ops.pointwise.arithmetic import round as round
+    from meshlib.ops.pointwise.arithmetic import rsqrt as rsqrt
+    from meshlib.ops.pointwise.arithmetic import sigmoid as sigmoid
+    from meshlib.ops.pointwise.arithmetic import sign as sign
+    from meshlib.ops.pointwise.arithmetic import sin as sin
+    from meshlib.ops.pointwise.arithmetic import sqrt as sqrt
+    from meshlib.ops.pointwise.arithmetic import square as square
+    from meshlib.ops.pointwise.arithmetic import squared_difference as squared_difference
+    from meshlib.ops.pointwise.arithmetic import sub as sub
+    from meshlib.ops.pointwise.arithmetic import subtract as subtract
+    from meshlib.ops.pointwise.arithmetic import tanh as tanh
+    from meshlib.ops.pointwise.arithmetic import where as where
     from meshlib.ops.pointwise.casts import bitcast as bitcast
     from meshlib.ops.pointwise.casts import cast as cast
     from meshlib.ops.pointwise.casts import to_bfloat16 as to_bfloat16
@@ -231,6 +253,7 @@ if _TYPE_CHECKING:
     from meshlib.ops.pointwise.random import dropout as dropout
     from meshlib.ops.pointwise.random import random_normal as random_normal
     from meshlib.ops.pointwise.random import random_uniform as random_uniform
+    from meshlib.ops.pointwise.random import sample_with_temperature as sample_with_temperature
     from meshlib.ops.pointwise.reductions import log_softmax as log_softmax
     from meshlib.ops.pointwise.reductions import reduce_all as reduce_all
     from meshlib.ops.pointwise.reductions import reduce_any as reduce_any
@@ -240,29 +263,6 @@ if _TYPE_CHECKING:
     from meshlib.ops.pointwise.reductions import reduce_min as reduce_min
     from meshlib.ops.pointwise.reductions import reduce_sum as reduce_sum
     from meshlib.ops.pointwise.reductions import softmax as softmax
-    from meshlib.ops.pointwise.sampling import sample_with_temperature as sample_with_temperature
-    from meshlib.ops.pointwise.selection import where as where
-    from meshlib.ops.pointwise.unary import abs as abs
-    from meshlib.ops.pointwise.unary import ceil as ceil
-    from meshlib.ops.pointwise.unary import cos as cos
-    from meshlib.ops.pointwise.unary import erf as erf
-    from meshlib.ops.pointwise.unary import exp as exp
-    from meshlib.ops.pointwise.unary import expm1 as expm1
-    from meshlib.ops.pointwise.unary import floor as floor
-    from meshlib.ops.pointwise.unary import log as log
-    from meshlib.ops.pointwise.unary import log1p as log1p
-    from meshlib.ops.pointwise.unary import logical_not as logical_not
-    from meshlib.ops.pointwise.unary import negative as negative
-    from meshlib.ops.pointwise.unary import reciprocal as reciprocal
-    from meshlib.ops.pointwise.unary import relu as relu
-    from meshlib.ops.pointwise.unary import round as round
-    from meshlib.ops.pointwise.unary import rsqrt as rsqrt
-    from meshlib.ops.pointwise.unary import sigmoid as sigmoid
-    from meshlib.ops.pointwise.unary import sign as sign
-    from meshlib.ops.pointwise.unary import sin as sin
-    from meshlib.ops.pointwise.unary import sqrt as sqrt
-    from meshlib.ops.pointwise.unary import square as square
-    from meshlib.ops.pointwise.unary import tanh as tanh
     from meshlib.optimize import serialize_training_step as serialize_training_step
     from meshlib.program.views.comparison import Comparison as Comparison
     from meshlib.program.views.comparison import compare as compare

@@ -23,7 +23,7 @@ from meshlib.core.text import bytes_text, exact_text, read_bytes
 from meshlib.estimation.memory.device_memory import memory_on
 from meshlib.program.instructions import Instruction, Move, Value
 from meshlib.program.records import Collective, Program, require_program, walk
-from meshlib.program.views.snapshots import assert_snapshot
+from meshlib.program.views.plan_changes import assert_snapshot
 from meshlib.verification import Verification, verify
 
 __all__ = ["assert_collectives", "assert_fits", "assert_layout_invariant", "assert_sent_at_most", "assert_snapshot"]

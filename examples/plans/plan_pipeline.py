@@ -25,7 +25,7 @@ if (ROOT := Path(__file__).resolve().parents[2]).joinpath("meshlib").is_dir():
 import meshlib as mtf
 from hardware.slices import Slice
 from meshlib.command.scripts import check_least, counts, finish
-from meshlib.models.usual import TENSOR, largest_power
+from meshlib.models.layouts import TENSOR, largest_power
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from meshlib.command.subject import Subject
 from meshlib.core.errors import GraphError
 from meshlib.lowering import Program
 from meshlib.models.maxtext.emission import Emission, emission_of
-from meshlib.models.step_builder import OFFLOAD
+from meshlib.models.train import OFFLOAD
 from meshlib.ops.control.remat import Remat
 from meshlib.sharing.emission import Emitted, flax_rules, haliax_mappings, partition_specs, python_lines
 

@@ -16,7 +16,7 @@ from meshlib.command.subject import Subject, slice_of
 from meshlib.core.compiler import XLA_TPU
 from meshlib.core.errors import GraphError
 from meshlib.core.files import replace_file
-from meshlib.models.step_builder import source_texts
+from meshlib.models.train import source_texts
 from meshlib.testing import assert_snapshot
 
 MARGIN = 1.02  # budgets relative to the plan

@@ -39,7 +39,7 @@ from meshlib.models import (
     transformer,
     usual_layouts,
 )
-from meshlib.models.step_builder import step_arguments, transformer_builder
+from meshlib.models.train import step_arguments, transformer_builder
 from meshlib.optimize import MomentumOptimizer
 
 TOKENS_OF_A_DEVICE = 4096

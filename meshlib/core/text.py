@@ -1,12 +1,33 @@
-"""Figures and tables as text."""
+"""Figures and tables as text, names of operations in listings, and what notebooks show."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 from layouts.cells import clipped as clipped
+
+
+def free_name(name: str, taken: Container[object]) -> str:
+    """`name` with as many underscores appended as it takes to differ from all of `taken`."""
+    while name in taken:
+        name += "_"
+    return name
+
+
+def relative_name(name: str, scope: str) -> str:
+    """`name` without the leading scopes that it shares with `scope`.
+
+    >>> relative_name("layers/attention/q/kernel", "layers/scan")
+    'attention/q/kernel'
+    """
+    parts = name.split("/")
+    for shared in scope.split("/"):
+        if len(parts) == 1 or parts[0] != shared:
+            break
+        parts = parts[1:]
+    return "/".join(parts)
 
 
 def bytes_text(n: int | float) -> str:
@@ -200,3 +221,21 @@ def wrapped(text: str, head: str, after: str, limit: int | None = None) -> list[
             lines.append(margin)
         lines[-1] += piece
     return [line.rstrip() for line in lines]
+
+
+class Shown:
+    """A type with its own notebook cell, rendered from the parts of the report.
+
+    >>> import meshlib as mtf
+    >>> with mtf.Graph() as graph:
+    ...     x = mtf.ones("batch:8")
+    >>> "batch" in x._repr_html_()
+    True
+    """
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        from meshlib.report.cells import cell
+
+        return cell(self)

@@ -17,8 +17,8 @@ import numpy as np
 
 from meshlib.core.arguments import examples_of
 from meshlib.core.errors import FeedError, nearest
+from meshlib.data.feed import Ahead
 from meshlib.data.order import Order
-from meshlib.data.prefetch import Ahead
 
 __all__ = ["Batches", "Position"]
 

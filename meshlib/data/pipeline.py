@@ -16,9 +16,9 @@ import numpy as np
 from meshlib.core.arguments import at
 from meshlib.core.errors import DataError, FeedError, nearest
 from meshlib.data.batching import SOURCES, TARGETS, TOO_LONG, Batching, Example
+from meshlib.data.execution import KINDS, pickled
 from meshlib.data.feed import Feed
 from meshlib.data.sources import Source, SourceSlice
-from meshlib.data.workers import KINDS, pickled
 
 REMAINDERS = ("drop", "pad")
 

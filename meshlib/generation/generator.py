@@ -36,10 +36,9 @@ from meshlib.models.serving import decode_step, prefill
 from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.indexing import range as positions_of
 from meshlib.ops.movement.ranking import top_k as largest
-from meshlib.ops.pointwise.binary import less
+from meshlib.ops.pointwise.arithmetic import less, where
+from meshlib.ops.pointwise.random import sample_with_temperature
 from meshlib.ops.pointwise.reductions import log_softmax
-from meshlib.ops.pointwise.sampling import sample_with_temperature
-from meshlib.ops.pointwise.selection import where
 from meshlib.simulation import Simulation, simulate
 from meshlib.storage.checkpoint import load
 

@@ -11,6 +11,8 @@ if _TYPE_CHECKING:
     from meshlib.layers.attention import Scores as Scores
     from meshlib.layers.attention import dot_product_attention as dot_product_attention
     from meshlib.layers.attention import multihead_attention as multihead_attention
+    from meshlib.layers.convolution import avg_pool2d as avg_pool2d
+    from meshlib.layers.convolution import avg_pool3d as avg_pool3d
     from meshlib.layers.convolution import conv1d as conv1d
     from meshlib.layers.convolution import conv2d as conv2d
     from meshlib.layers.convolution import conv2d_transpose as conv2d_transpose
@@ -20,6 +22,8 @@ if _TYPE_CHECKING:
     from meshlib.layers.convolution import conv3d_transpose as conv3d_transpose
     from meshlib.layers.convolution import conv3d_transpose_with_blocks as conv3d_transpose_with_blocks
     from meshlib.layers.convolution import conv3d_with_blocks as conv3d_with_blocks
+    from meshlib.layers.convolution import max_pool2d as max_pool2d
+    from meshlib.layers.convolution import max_pool3d as max_pool3d
     from meshlib.layers.embeddings import embedding as embedding
     from meshlib.layers.embeddings import embedding_weights as embedding_weights
     from meshlib.layers.experts import Mixture as Mixture
@@ -39,33 +43,29 @@ if _TYPE_CHECKING:
     from meshlib.layers.loss import sigmoid_cross_entropy_with_logits as sigmoid_cross_entropy_with_logits
     from meshlib.layers.loss import smooth_l1_loss as smooth_l1_loss
     from meshlib.layers.loss import softmax_cross_entropy_with_logits as softmax_cross_entropy_with_logits
+    from meshlib.layers.norms import clip_activation_gradient as clip_activation_gradient
     from meshlib.layers.norms import layer_norm as layer_norm
     from meshlib.layers.norms import rms_norm as rms_norm
+    from meshlib.layers.norms import spectral_norm as spectral_norm
+    from meshlib.layers.norms import us_einsum as us_einsum
     from meshlib.layers.pipeline_layers import split_layers as split_layers
     from meshlib.layers.pipeline_layers import stage_layers as stage_layers
     from meshlib.layers.pipeline_schedule import schedule as schedule
     from meshlib.layers.pipeline_steps import pipeline_training_step as pipeline_training_step
     from meshlib.layers.pipelines import pipeline as pipeline
-    from meshlib.layers.pooling import avg_pool2d as avg_pool2d
-    from meshlib.layers.pooling import avg_pool3d as avg_pool3d
-    from meshlib.layers.pooling import max_pool2d as max_pool2d
-    from meshlib.layers.pooling import max_pool3d as max_pool3d
     from meshlib.layers.positions import RotaryScaling as RotaryScaling
     from meshlib.layers.positions import learned_positions as learned_positions
+    from meshlib.layers.positions import relative_position_bias as relative_position_bias
     from meshlib.layers.positions import rotary as rotary
     from meshlib.layers.positions import sinusoidal_positions as sinusoidal_positions
     from meshlib.layers.projection import dense as dense
     from meshlib.layers.projection import dense_relu_dense as dense_relu_dense
     from meshlib.layers.projection import feed_forward as feed_forward
-    from meshlib.layers.relative_positions import relative_position_bias as relative_position_bias
     from meshlib.layers.router import balanced_bias as balanced_bias
     from meshlib.layers.routing import Routing as Routing
-    from meshlib.layers.scaling import clip_activation_gradient as clip_activation_gradient
-    from meshlib.layers.scaling import us_einsum as us_einsum
     from meshlib.layers.set_norms import batch_norm as batch_norm
     from meshlib.layers.set_norms import conditional_batch_norm as conditional_batch_norm
     from meshlib.layers.set_norms import group_norm as group_norm
-    from meshlib.layers.spectral import spectral_norm as spectral_norm
 else:
     from meshlib.core.foreign_names import of_module as _of_module
     from meshlib.core.lazy_imports import lazy_names as _lazy_names

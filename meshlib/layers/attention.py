@@ -20,10 +20,9 @@ from meshlib.ops.contraction.einsum import einsum
 from meshlib.ops.control.state import identity
 from meshlib.ops.fused_attention.attention import arguments, attention, attention_type, checked_mask, visible
 from meshlib.ops.movement.shape import rename_dimension
-from meshlib.ops.pointwise.binary import equal, logical_and
+from meshlib.ops.pointwise.arithmetic import equal, logical_and, where
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import softmax
-from meshlib.ops.pointwise.selection import where
 
 
 def dot_product_attention(

@@ -1,4 +1,4 @@
-"""Convolution layers under Mesh TensorFlow's names and defaults: no bias, channels last."""
+"""Convolution and pooling layers under Mesh TensorFlow's names and defaults: no bias, channels last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from meshlib.ops.building import as_dim, floats
 from meshlib.ops.images import convolution
 from meshlib.ops.images.blocks import in_whole
 from meshlib.ops.images.convolution import PRECISIONS
-from meshlib.ops.images.sliding_arguments import Padding
+from meshlib.ops.images.pooling import pool_before_last
+from meshlib.ops.images.sliding import Padding
 from meshlib.ops.movement.shape import rename_dimension
 
 _WINDOWS = ("fd", "fh", "fw")  # names of filter dims; a layer has the last ones
@@ -310,3 +311,58 @@ def _layer(
         x, kernel, strides, padding, precision=numerics.precision, name=name if own is out else f"{name}/product"
     )
     return y if own is out else rename_dimension(y, own.name, out.name, name)
+
+
+def max_pool2d(x: Tensor, ksize: Sequence[int] = (2, 2), name: str = "max_pool2d") -> Tensor:
+    """Max pooling with windows of `ksize` that tile the dims before the last of [batch ..., height, width, channels].
+
+    Raises: ShapeError if a window does not divide its dim, with the size to pad it to.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.max_pool2d(mtf.input("x", "batch:1;h:2;w:2;c:1"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[[[1.0], [2.0]], [[3.0], [4.0]]]])["y"].ravel())
+      [4.]
+    """
+    return pool_before_last(x, ksize, "max", "max_pool2d", name)
+
+
+def max_pool3d(x: Tensor, ksize: Sequence[int] = (2, 2, 2), name: str = "max_pool3d") -> Tensor:
+    """Max pooling with windows of `ksize` that tile the dims before the last of [batch ..., depth, height, width,
+    channels].
+
+    Raises: as in `max_pool2d`.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.max_pool3d(mtf.input("x", "b:1;z:4;h:4;w:4;c:3"))
+      >>> y.shape
+      Shape('b:1;z:2;h:2;w:2;c:3')
+    """
+    return pool_before_last(x, ksize, "max", "max_pool3d", name)
+
+
+def avg_pool2d(x: Tensor, ksize: Sequence[int] = (2, 2), name: str = "avg_pool2d") -> Tensor:
+    """Mean pooling with the windows of `max_pool2d`; float dtypes.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.avg_pool2d(mtf.input("x", "batch:1;h:2;w:2;c:1"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[[[1.0], [2.0]], [[3.0], [4.0]]]])["y"].ravel())
+      [2.5]
+    """
+    return pool_before_last(x, ksize, "avg", "avg_pool2d", name)
+
+
+def avg_pool3d(x: Tensor, ksize: Sequence[int] = (2, 2, 2), name: str = "avg_pool3d") -> Tensor:
+    """Mean pooling with the windows of `max_pool3d`; float dtypes.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.avg_pool3d(mtf.input("x", "b:1;z:4;h:4;w:4;c:3"))
+      >>> y.shape
+      Shape('b:1;z:2;h:2;w:2;c:3')
+    """
+    return pool_before_last(x, ksize, "avg", "avg_pool3d", name)

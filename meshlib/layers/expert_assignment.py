@@ -23,7 +23,7 @@ from meshlib.ops.movement.indexing import gather, scatter_add
 from meshlib.ops.movement.indexing import range as positions
 from meshlib.ops.movement.ranking import argsort, top_k
 from meshlib.ops.movement.shape import broadcast, rename_dimension, reshape, transpose
-from meshlib.ops.pointwise.binary import (
+from meshlib.ops.pointwise.arithmetic import (
     divide,
     equal,
     floordiv,
@@ -35,12 +35,12 @@ from meshlib.ops.pointwise.binary import (
     maximum,
     minimum,
     multiply,
+    where,
 )
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.cumulative import cumsum
 from meshlib.ops.pointwise.random import random_uniform
 from meshlib.ops.pointwise.reductions import reduce_sum
-from meshlib.ops.pointwise.selection import where
 
 SMALL = 1e-20  # avoids a division by zero if all gates underflow
 

@@ -19,8 +19,7 @@ from meshlib.core.dtypes import BOOL, FLOAT32, FLOAT64
 from meshlib.core.errors import GraphError, ShapeError
 from meshlib.core.graph import Tensor, scope
 from meshlib.layers.expert_assignment import Slots
-from meshlib.layers.expert_regrouping import regrouped
-from meshlib.layers.expert_rows import PLACES, ExpertRows, rows_of
+from meshlib.layers.expert_rows import PLACES, ExpertRows, regrouped, rows_of
 from meshlib.layers.norms import widened
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.layers.projection import Activation, Grouping, feed_forward
@@ -30,7 +29,7 @@ from meshlib.ops.building import as_dim, as_dims, floats, tensor
 from meshlib.ops.contraction.einsum import einsum
 from meshlib.ops.movement.indexing import gather, one_hot, scatter_add
 from meshlib.ops.movement.shape import rename_dimension, reshape, transpose
-from meshlib.ops.pointwise.binary import greater_equal, multiply
+from meshlib.ops.pointwise.arithmetic import greater_equal, multiply
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
 

@@ -9,7 +9,7 @@ from meshlib.core import initializers
 from meshlib.core.arguments import at, flag, items, whole
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, find_dim, scope
-from meshlib.core.names import free_name
+from meshlib.core.text import free_name
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.layers.projection import projection
 from meshlib.ops.building import as_dim, as_dims, floats
@@ -17,7 +17,7 @@ from meshlib.ops.fused_attention.attention import attention
 from meshlib.ops.images.convolution import conv1d, conv2d, conv3d
 from meshlib.ops.images.pooling import pool
 from meshlib.ops.movement.shape import rename_dimension, reshape, transpose
-from meshlib.ops.pointwise.binary import add, multiply
+from meshlib.ops.pointwise.arithmetic import add, multiply
 from meshlib.ops.pointwise.casts import cast
 
 Kernel = Callable[[Tensor], Tensor]

@@ -20,7 +20,7 @@ from meshlib.ops.fused_attention.attention import attention
 from meshlib.ops.movement.indexing import range as positions_of
 from meshlib.ops.movement.runs import halo_exchange, left_halo_exchange
 from meshlib.ops.movement.shape import rename_dimension, replace_dimensions, transpose
-from meshlib.ops.pointwise.binary import equal, greater, greater_equal, less, less_equal, logical_and, logical_or
+from meshlib.ops.pointwise.arithmetic import equal, greater, greater_equal, less, less_equal, logical_and, logical_or
 from meshlib.ops.rules import size_of
 
 QUERIES, KEYS = "query_block_length", "memory_block_length"

@@ -11,9 +11,8 @@ from meshlib.layers.norms import widened
 from meshlib.ops.building import floats, tensor
 from meshlib.ops.movement.indexing import gather
 from meshlib.ops.pointwise.activations import softplus
-from meshlib.ops.pointwise.binary import add, maximum, minimum, multiply, subtract
+from meshlib.ops.pointwise.arithmetic import abs, add, exp, maximum, minimum, multiply, square, subtract
 from meshlib.ops.pointwise.reductions import reduce_logsumexp, reduce_mean, reduce_sum
-from meshlib.ops.pointwise.unary import abs, exp, square
 
 
 def softmax_cross_entropy_with_logits(

@@ -9,7 +9,7 @@ from layouts import Dimension, Shape
 from meshlib.core.arguments import at
 from meshlib.core.errors import GraphError, ShapeError
 from meshlib.core.graph import Graph, Tensor, TensorType
-from meshlib.core.names import free_name
+from meshlib.core.text import free_name
 from meshlib.ops.building import tensor
 from meshlib.ops.control.branches import inner_carry
 from meshlib.ops.control.loops import end_late, late_carry

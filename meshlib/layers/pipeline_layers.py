@@ -18,7 +18,7 @@ from meshlib.ops.control.branches import branch
 from meshlib.ops.control.loops import scan
 from meshlib.ops.control.remat import Policy, Remat, checked_policy
 from meshlib.ops.movement.tables import table
-from meshlib.ops.pointwise.selection import where
+from meshlib.ops.pointwise.arithmetic import where
 
 WHAT = "stage_layers"
 LAYER = "layer"  # the kind of the branch

@@ -16,9 +16,9 @@ from meshlib.core.errors import GraphError, ShapeError
 from meshlib.core.graph import BACKWARD as BACKWARD_REGION
 from meshlib.core.graph import Graph, Operation, Tensor, current_graph, innermost, region
 from meshlib.core.loop_record import LoopBody
-from meshlib.core.names import free_name
 from meshlib.core.opdef import RESIDENT
 from meshlib.core.replay import all_operations, needed, replay
+from meshlib.core.text import free_name
 from meshlib.layers.pipeline_buffers import WHAT, CutFeatures, SlotBuffer
 from meshlib.layers.pipeline_layers import loads_of
 from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, WEIGHTS
@@ -35,9 +35,8 @@ from meshlib.ops.gradients import gradients
 from meshlib.ops.movement.runs import shift
 from meshlib.ops.movement.shape import transpose
 from meshlib.ops.movement.tables import table
-from meshlib.ops.pointwise.binary import add
+from meshlib.ops.pointwise.arithmetic import add, where
 from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
-from meshlib.ops.pointwise.selection import where
 
 Tensors = dict[str, Tensor]
 

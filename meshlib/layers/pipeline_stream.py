@@ -28,8 +28,7 @@ from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.runs import pad, shift, slice
 from meshlib.ops.movement.shape import reshape, transpose
 from meshlib.ops.movement.tables import table
-from meshlib.ops.pointwise.binary import add
-from meshlib.ops.pointwise.selection import where
+from meshlib.ops.pointwise.arithmetic import add, where
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from meshlib.core.arguments import at, divisors_near, items, whole
 from meshlib.core.dtypes import FLOAT32, FLOAT64, INT32
 from meshlib.core.errors import GraphError, ShapeError
 from meshlib.core.graph import Tensor, current_graph, find_dim, innermost
-from meshlib.core.names import free_name
+from meshlib.core.text import free_name
 from meshlib.layers.pipeline_schedule import Schedule
 from meshlib.layers.pipeline_stream import Stream
 from meshlib.ops.building import tensor
@@ -36,9 +36,8 @@ from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.runs import shift
 from meshlib.ops.movement.shape import reshape, transpose
 from meshlib.ops.movement.tables import table
-from meshlib.ops.pointwise.binary import add
+from meshlib.ops.pointwise.arithmetic import add, where
 from meshlib.ops.pointwise.casts import cast
-from meshlib.ops.pointwise.selection import where
 
 StageFn = Callable[..., Any]
 

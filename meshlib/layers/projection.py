@@ -13,15 +13,14 @@ from meshlib.core.graph import Tensor, scope
 from meshlib.layers.numerics import DEFAULT, EIGHT_BIT_PRODUCTS, Numerics, as_numerics
 from meshlib.ops.building import as_dim, as_dims, tensor
 from meshlib.ops.contraction.einsum import einsum
-from meshlib.ops.contraction.quantized_ragged import quantized_grouped_product
+from meshlib.ops.contraction.quantized import quantized_grouped_product
 from meshlib.ops.contraction.ragged import PRECISIONS, grouped_product
 from meshlib.ops.control.sources import constant_like
 from meshlib.ops.movement.shape import broadcast, rename_dimension, reshape
 from meshlib.ops.pointwise.activations import gelu, silu
-from meshlib.ops.pointwise.binary import add, multiply
+from meshlib.ops.pointwise.arithmetic import add, multiply, relu
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.random import dropout as dropped
-from meshlib.ops.pointwise.unary import relu
 
 Activation = Callable[[Tensor], Tensor]
 

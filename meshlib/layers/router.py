@@ -28,12 +28,10 @@ from meshlib.ops.building import floats, tensor
 from meshlib.ops.control.sources import variable
 from meshlib.ops.control.state import stop_gradient
 from meshlib.ops.movement.indexing import gather
-from meshlib.ops.pointwise.binary import add, divide, maximum, multiply
+from meshlib.ops.pointwise.arithmetic import add, divide, maximum, multiply, sigmoid, sign, where
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.random import random_uniform
 from meshlib.ops.pointwise.reductions import reduce_logsumexp, reduce_mean, reduce_sum, softmax
-from meshlib.ops.pointwise.selection import where
-from meshlib.ops.pointwise.unary import sigmoid, sign
 
 
 @dataclass(frozen=True)

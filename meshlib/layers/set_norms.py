@@ -18,7 +18,7 @@ from meshlib.core.arguments import at, flag, number, whole
 from meshlib.core.dtypes import INT32
 from meshlib.core.errors import GraphError, ShapeError
 from meshlib.core.graph import UPDATE, Operation, Tensor, find_dim, region, scope
-from meshlib.core.names import free_name
+from meshlib.core.text import free_name
 from meshlib.layers.norms import checked_norm, widened
 from meshlib.layers.numerics import DEFAULT, Numerics
 from meshlib.layers.projection import projection
@@ -28,10 +28,9 @@ from meshlib.ops.control.sources import variable
 from meshlib.ops.control.state import assign, stored
 from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.shape import broadcast, reshape, transpose
-from meshlib.ops.pointwise.binary import add, maximum, multiply
+from meshlib.ops.pointwise.arithmetic import add, maximum, multiply, rsqrt, square
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
-from meshlib.ops.pointwise.unary import rsqrt, square
 
 Updates = list[Operation]
 Groups = int | Dimension | Sequence[Dimension]

@@ -12,11 +12,9 @@ from meshlib.core.compiler import XLA_TPU, Compiler, require_compiler
 from meshlib.core.errors import GraphError
 from meshlib.core.garbage import uncollected
 from meshlib.core.graph import FORWARD, Graph, Operation, Tensor
-from meshlib.core.laid_dims import SizePlan
+from meshlib.core.laid_dims import ResolvedGraph, SizePlan, size_plans
 from meshlib.core.replay import all_operations
-from meshlib.core.resolved_graphs import ResolvedGraph, size_plans
-from meshlib.core.shown import Shown
-from meshlib.core.text import clipped
+from meshlib.core.text import Shown, clipped
 from meshlib.lowering.assigned import Subjects, check_layout, refuse_faults
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.graph_cache import Memos

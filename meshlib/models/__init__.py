@@ -10,9 +10,9 @@ if _TYPE_CHECKING:
     from meshlib.models.images.biggan import gan_samples as gan_samples
     from meshlib.models.images.biggan import gan_step as gan_step
     from meshlib.models.images.biggan import generator as generator
-    from meshlib.models.images.layouts import IMAGE_LAYOUTS as IMAGE_LAYOUTS
-    from meshlib.models.images.layouts import image_layout as image_layout
+    from meshlib.models.images.presets import IMAGE_LAYOUTS as IMAGE_LAYOUTS
     from meshlib.models.images.presets import IMAGE_PRESETS as IMAGE_PRESETS
+    from meshlib.models.images.presets import image_layout as image_layout
     from meshlib.models.images.presets import image_preset as image_preset
     from meshlib.models.images.resnet import ResNetConfig as ResNetConfig
     from meshlib.models.images.resnet import resnet as resnet
@@ -29,6 +29,7 @@ if _TYPE_CHECKING:
     from meshlib.models.latent import LatentAttention as LatentAttention
     from meshlib.models.layouts import LAYOUTS as LAYOUTS
     from meshlib.models.layouts import layout as layout
+    from meshlib.models.layouts import usual_layouts as usual_layouts
     from meshlib.models.maxtext.run import MaxTextRun as MaxTextRun
     from meshlib.models.maxtext.run import read_maxtext as read_maxtext
     from meshlib.models.model import Transformer as Transformer
@@ -36,13 +37,12 @@ if _TYPE_CHECKING:
     from meshlib.models.narrow import quantized_kernels as quantized_kernels
     from meshlib.models.presets import PRESETS as PRESETS
     from meshlib.models.presets import preset as preset
-    from meshlib.models.running import extend_step as extend_step
     from meshlib.models.serving import decode_step as decode_step
+    from meshlib.models.serving import extend_step as extend_step
     from meshlib.models.serving import prefill as prefill
     from meshlib.models.stages import Pipeline as Pipeline
     from meshlib.models.train import OPTIMIZERS as OPTIMIZERS
     from meshlib.models.train import train_step as train_step
-    from meshlib.models.usual import usual_layouts as usual_layouts
 else:
     from meshlib.core.explained_calls import explained_calls as _explained_calls
     from meshlib.core.lazy_imports import lazy_names as _lazy_names

@@ -12,7 +12,7 @@ from meshlib.layers.attention import Cache
 from meshlib.layers.experts import Mixture
 from meshlib.models.caches import Caches
 from meshlib.models.config import Heads, LayerKind, TransformerConfig
-from meshlib.ops.pointwise.binary import add, multiply, not_equal
+from meshlib.ops.pointwise.arithmetic import add, multiply, not_equal
 from meshlib.ops.pointwise.random import dropout
 
 

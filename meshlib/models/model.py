@@ -30,10 +30,9 @@ from meshlib.ops.control.remat import Policy
 from meshlib.ops.control.sources import constant_shaped, input
 from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.shape import rename_dimension, reshape, transpose
-from meshlib.ops.pointwise.binary import add_n, divide, maximum, multiply, not_equal
+from meshlib.ops.pointwise.arithmetic import add_n, divide, maximum, multiply, not_equal, tanh
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
-from meshlib.ops.pointwise.unary import tanh
 
 BLOCK = "loss_block"  # the dim of parts of a sequence whose losses are computed one after the other
 

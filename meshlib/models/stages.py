@@ -17,7 +17,7 @@ from meshlib.models.config import TransformerConfig
 from meshlib.ops.control.remat import Policy, checked_policy
 from meshlib.ops.movement.indexing import one_hot
 from meshlib.ops.movement.shape import reshape, transpose
-from meshlib.ops.pointwise.binary import multiply
+from meshlib.ops.pointwise.arithmetic import multiply
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_sum
 

@@ -1,24 +1,101 @@
-"""One training step of a Transformer: loss, gradients, updates."""
+"""One training step of a Transformer: loss, gradients, updates, also with 1F1B or zero-bubble pipeline schedules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from layouts import Dimension
 from meshlib import layers, optimize
 from meshlib.core.arguments import at, flag, whole
 from meshlib.core.errors import GraphError, nearest
 from meshlib.core.garbage import uncollected
-from meshlib.core.graph import Operation, Tensor
+from meshlib.core.graph import Operation, Tensor, scope
+from meshlib.models.blocks import StackBlocks
 from meshlib.models.config import TransformerConfig
 from meshlib.models.model import Builder, transformer
-from meshlib.models.stages import Pipeline
-from meshlib.models.task_steps import gradients_by_tasks
-from meshlib.ops.control.remat import Policy
+from meshlib.models.stages import STAGE, Pipeline
+from meshlib.ops.control.remat import Policy, Remat
 from meshlib.ops.control.sources import input
 from meshlib.ops.control.state import assign
 from meshlib.optimize.base import LearningRate, Optimizer
+
+Tensors = dict[str, Tensor]
+
+
+def gradients_by_tasks(
+    config: TransformerConfig, sizes: tuple[int, int], pipeline: Pipeline, remat: Policy
+) -> tuple[list[Tensor], Tensors, Tensor]:
+    """Gradients of all variables of a decoder, its outputs, and its input tokens.
+
+    Args:
+      sizes: sequences in the batch, and tokens per sequence.
+    Raises: GraphError for models that the schedule does not support, and as in `Pipeline.check`.
+    """
+    if config.kind != "decoder" or config.experts is not None or config.dropout:
+        what = "experts" if config.experts is not None else "dropout" if config.dropout else f"kind {config.kind!r}"
+        raise GraphError(
+            f"{at('train_step')}: schedule={pipeline.schedule!r} is for decoders without experts and dropout; "
+            f"{config.name} has {what}: take Pipeline(schedule='gpipe')"
+        )
+    pipeline.check(config, sizes[0])
+    batch, length = Dimension("batch", sizes[0]), Dimension("length", sizes[1])
+    features = {name: input(name, [batch, length], "int32") for name in ("tokens", "targets")}
+    model = _Staged(config, Dimension("batch", batch.size // pipeline.microbatches), length, pipeline, remat)
+    grads, outputs = layers.pipeline_training_step(
+        features, model.first, model.stage, model.last, batch, Dimension(STAGE, pipeline.stages),
+        pipeline.microbatches, pipeline.repeats, pipeline.schedule, pipeline.remat,
+    )  # fmt: skip
+    return grads, outputs, features["tokens"]
+
+
+class _Staged:
+    """The parts of a decoder that the first, all and the last stage run."""
+
+    def __init__(
+        self, config: TransformerConfig, small: Dimension, length: Dimension, pipeline: Pipeline, remat: Policy
+    ) -> None:
+        self.config, self.pipeline, self.remat = config, pipeline, remat
+        self.builder = Builder(config, small, remat, scan=True, training=True)
+        assert self.builder.table is not None  # created outside the loop: the head may read it too
+        bias = self.builder.position_bias(length, True) if config.position == "relative" else None
+        self.blocks = StackBlocks(config, True, True, bias)
+
+    def first(self, features: Tensors) -> Tensor:
+        """The embedding, and layers at the front outside the pipeline."""
+        x = self.builder.embedded(features["tokens"], self.blocks)
+        front = range(min(self.config.dense_front, self.config.layers))
+        return self.builder.run_of_layers(self.blocks, x, front, "dense_layers", trips_from=2)
+
+    def stage(self, x: Tensor, _: Tensors) -> Tensor:
+        """The layers of a stage."""
+        counts = self.pipeline.split(self.config) if self.pipeline.repeats == 1 else ()
+        numbers = range(self.config.dense_front, self.config.layers)
+        if len(set(counts)) > 1:
+            kinds = [self.config.kind_of(n) for n in numbers[: self.config.period]]
+            with scope("layers"):
+                return layers.stage_layers(lambda h: self._pattern(h, kinds), x, counts, self.remat)
+        run = numbers[: self.pipeline.layers_of(len(numbers))]
+        return self.builder.run_of_layers(self.blocks, x, run, "layers", trips_from=1)
+
+    def _pattern(self, x: Tensor, kinds: Sequence[object]) -> Tensor:
+        for n, kind in enumerate(kinds):
+            if len(kinds) == 1:
+                x, _ = self.blocks.layer(x, kind)  # type: ignore[arg-type]
+            else:
+                with scope(f"layer_{n}"):
+                    x, _ = self.blocks.layer(x, kind)  # type: ignore[arg-type]
+        return x
+
+    def last(self, x: Tensor, features: Tensors) -> Tensor:
+        """The head, and the loss per token."""
+        if self.config.norm_position != "post":
+            x = self.blocks.norm(x, "final_norm")
+        logits = self.builder.logits(x)
+        with scope("loss"):
+            return self.builder.losses(logits, features["targets"])
+
 
 LOADS = "loads of "  # prefix of router names among the outputs of microbatches
 OPTIMIZERS: MappingProxyType[str, Callable[..., Optimizer]] = MappingProxyType(
@@ -169,3 +246,55 @@ def _optimizer(optimizer: object, learning_rate: LearningRate, slots_on_host: ob
             f"got {optimizer!r:.80}{hint}"
         )
     return OPTIMIZERS[optimizer](learning_rate, slots_on_host=on_host)
+
+
+OFFLOAD = "offload"  # remat policy: full recomputation, with layer inputs kept on the host
+
+
+def transformer_builder(
+    config: TransformerConfig, batch: int | None, length: int | None
+) -> Callable[..., tuple[Mapping[str, Tensor], Sequence[Operation]]]:
+    """A builder of the training step of a model.
+
+    Its options are those of `step_arguments`.
+    """
+
+    def build(**choices: Any) -> tuple[Mapping[str, Tensor], Sequence[Operation]]:
+        return train_step(config, **step_arguments({"batch": batch, "length": length, **choices}))
+
+    return build
+
+
+def step_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `train_step` from options: its arguments, "offload" for remat, and fields of a pipeline.
+
+    `stages`, `microbatches` (4 for each stage unless given) and `schedule` become `pipeline=Pipeline(...)`.
+
+    Raises: GraphError for microbatches or a schedule without stages, and as `Pipeline`.
+
+    >>> step_arguments({"batch": 8, "stages": 2, "remat": "full"})["pipeline"].microbatches
+    8
+    """
+    arguments = dict(options)
+    if arguments.get("remat") == OFFLOAD:
+        arguments["remat"] = Remat(offload_carries=True)
+    stages, microbatches = arguments.pop("stages", 1), arguments.pop("microbatches", None)
+    schedule = arguments.pop("schedule", "gpipe")
+    if stages != 1:
+        count = 4 * whole(stages, "Pipeline", "stages", 1) if microbatches is None else microbatches
+        arguments["pipeline"] = Pipeline(stages=stages, microbatches=count, schedule=schedule)
+    elif microbatches not in (None, 1):
+        raise GraphError("microbatches are for a pipeline: give its stages, too, or one microbatch")
+    elif schedule != "gpipe":
+        raise GraphError("a schedule is for a pipeline: give its stages, too, or leave the schedule out")
+    return arguments
+
+
+def source_texts(options: Mapping[str, Any]) -> list[str]:
+    """Arguments of `train_step` as Python source, from options as of `step_arguments`.
+
+    >>> source_texts({"remat": "offload", "accumulation": 4})
+    ['remat=mtf.Remat(save=(), offload=(), offload_carries=True)', 'accumulation=4']
+    """
+    homes = {Remat: "mtf.", Pipeline: "mtf.models."}
+    return [f"{name}={homes.get(type(value), '')}{value!r}" for name, value in step_arguments(options).items()]

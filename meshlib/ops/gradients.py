@@ -21,7 +21,7 @@ from meshlib.ops.control.remat import from_host
 from meshlib.ops.control.sources import _constant
 from meshlib.ops.control.state import identity
 from meshlib.ops.movement.shape import broadcast
-from meshlib.ops.pointwise.binary import add_n
+from meshlib.ops.pointwise.arithmetic import add_n
 
 # Tensors that depend on the inputs of the gradients being built.
 _depending: ContextVar[Container[Tensor]] = ContextVar("depending")

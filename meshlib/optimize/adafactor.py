@@ -10,10 +10,9 @@ from meshlib.core.arguments import FRACTION, POSITIVE, at, bounded, flag, whole
 from meshlib.core.dtypes import DType
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import Tensor
-from meshlib.ops.pointwise.binary import maximum, minimum, pow
+from meshlib.ops.pointwise.arithmetic import maximum, minimum, pow, rsqrt, square
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_mean
-from meshlib.ops.pointwise.unary import rsqrt, square
 from meshlib.optimize.base import LearningRate, Optimizer, OptimizerOptions, Scalars, Update, reduce_rms
 from meshlib.optimize.schedules import Schedule
 

@@ -14,9 +14,8 @@ from meshlib.core.graph import UPDATE, Operation, Tensor, absolute_scope, region
 from meshlib.core.public_calls import public
 from meshlib.ops.control.sources import make_variable, step
 from meshlib.ops.control.state import ASSIGN, assign
-from meshlib.ops.pointwise.binary import less
+from meshlib.ops.pointwise.arithmetic import less, where
 from meshlib.ops.pointwise.casts import cast
-from meshlib.ops.pointwise.selection import where
 from meshlib.optimize.base import compute_dtype
 
 SLOT = "moving_average"

@@ -29,11 +29,9 @@ from meshlib.ops.control.sources import make_variable, step
 from meshlib.ops.control.state import assign, stored
 from meshlib.ops.gradients import gradients
 from meshlib.ops.movement.shape import broadcast
-from meshlib.ops.pointwise.binary import add_n, equal, maximum
+from meshlib.ops.pointwise.arithmetic import add_n, equal, maximum, sqrt, square, where
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
-from meshlib.ops.pointwise.selection import where
-from meshlib.ops.pointwise.unary import sqrt, square
 from meshlib.optimize.loss_scale import DynamicLossScale, ScaledLoss
 from meshlib.optimize.schedules import Schedule
 

@@ -13,10 +13,8 @@ from meshlib.core.errors import GraphError
 from meshlib.core.graph import UPDATE, Operation, Tensor, absolute_scope, region
 from meshlib.ops.control.sources import make_variable
 from meshlib.ops.control.state import assign
-from meshlib.ops.pointwise.binary import greater_equal, logical_and, maximum, minimum
+from meshlib.ops.pointwise.arithmetic import greater_equal, logical_and, logical_not, maximum, minimum, where
 from meshlib.ops.pointwise.casts import cast
-from meshlib.ops.pointwise.selection import where
-from meshlib.ops.pointwise.unary import logical_not
 
 
 class DynamicLossScale:

@@ -16,9 +16,8 @@ from meshlib.ops.control.summed_gradients import led_to, variable_gradients, wid
 from meshlib.ops.gradients import gradients
 from meshlib.ops.movement.indexing import gather, range
 from meshlib.ops.movement.shape import broadcast, reshape
-from meshlib.ops.pointwise.binary import equal
+from meshlib.ops.pointwise.arithmetic import equal, where
 from meshlib.ops.pointwise.casts import cast
-from meshlib.ops.pointwise.selection import where
 
 MICROBATCH = "microbatch"
 

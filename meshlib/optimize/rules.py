@@ -9,11 +9,9 @@ from meshlib.core.arguments import FRACTION, POSITIVE, flag
 from meshlib.core.dtypes import DType
 from meshlib.core.graph import Tensor
 from meshlib.ops.control.sources import scalar
-from meshlib.ops.pointwise.binary import greater, logical_and, pow
+from meshlib.ops.pointwise.arithmetic import greater, logical_and, pow, sign, sqrt, square, where
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_sum
-from meshlib.ops.pointwise.selection import where
-from meshlib.ops.pointwise.unary import sign, sqrt, square
 from meshlib.optimize.base import LearningRate, Optimizer, OptimizerOptions, Scalars, Update
 
 # Variables of layers to exclude from weight decay and trust ratios: scales and biases of norms, biases of products,

@@ -13,10 +13,8 @@ from meshlib.core.arguments import POSITIVE, at, bounded, items, number, whole
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import Tensor
 from meshlib.ops.control.sources import scalar
-from meshlib.ops.pointwise.binary import less, maximum, minimum, pow
+from meshlib.ops.pointwise.arithmetic import cos, less, maximum, minimum, pow, rsqrt, where
 from meshlib.ops.pointwise.casts import cast
-from meshlib.ops.pointwise.selection import where
-from meshlib.ops.pointwise.unary import cos, rsqrt
 
 Schedule = Callable[[Tensor], Tensor | float]
 

@@ -24,7 +24,7 @@ from meshlib.core.compiler import XLA_TPU, Compiler, require_compiler
 from meshlib.core.errors import GraphError, LayoutError, MeshlibError, SliceError, nearest
 from meshlib.core.executors import executor_of
 from meshlib.models import TransformerConfig, layout, train_step, usual_layouts
-from meshlib.models.step_builder import OFFLOAD, transformer_builder
+from meshlib.models.train import OFFLOAD, transformer_builder
 from meshlib.searching.exploration import Search, SearchInterrupted
 from meshlib.searching.programs import Build, Objective, SearchProblem, problem_of
 from meshlib.searching.result import Found

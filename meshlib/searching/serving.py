@@ -27,7 +27,7 @@ from meshlib.core.graph import Graph
 from meshlib.estimation import Estimate, balance, estimate
 from meshlib.lowering import lower
 from meshlib.models import TransformerConfig, decode_step, layout, prefill
-from meshlib.models.usual import largest_power
+from meshlib.models.layouts import largest_power
 from meshlib.searching.arrivals import Arrivals
 from meshlib.searching.served_load import ServedLoad, StepSeconds, serve_load
 from meshlib.searching.serving_result import Serving, ServingPoint

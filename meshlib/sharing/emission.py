@@ -11,7 +11,7 @@ from meshlib.core.errors import GraphError
 from meshlib.models.config import TransformerConfig
 from meshlib.models.maxtext.run import MaxTextRun
 from meshlib.models.presets import PRESETS
-from meshlib.models.step_builder import source_texts
+from meshlib.models.train import source_texts
 from meshlib.program.records import Program
 
 

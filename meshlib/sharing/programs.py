@@ -1,27 +1,144 @@
-"""Forward passes of exported models, from their configs."""
+"""What exported models are made of: configs as JSON, variables by name, and forward passes."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from types import MappingProxyType
 from typing import Any
+
+import numpy as np
 
 from layouts import Dimension, LayoutRules, Mesh
 from layouts.mesh import MeshLike
-from meshlib.core.arguments import at
-from meshlib.core.errors import GraphError
+from meshlib.core.arguments import at, shape_faults
+from meshlib.core.errors import CheckpointError, GraphError, nearest
 from meshlib.core.graph import Graph
+from meshlib.layers.numerics import Numerics
+from meshlib.layers.positions import RotaryScaling
+from meshlib.layers.routing import Routing
 from meshlib.lowering import Program, Session, lower
 from meshlib.lowering.assigned import refuse_faults
 from meshlib.models.config import TransformerConfig
+from meshlib.models.experts import Experts
 from meshlib.models.images.resnet import ResNetConfig
 from meshlib.models.images.step import ImageConfig, classifier
 from meshlib.models.images.tower import BATCH, image_dims
 from meshlib.models.images.vit import ViTConfig
+from meshlib.models.latent import LatentAttention
 from meshlib.models.model import transformer
 from meshlib.models.serving import prefill
+from meshlib.ops.control.remat import Remat
 from meshlib.ops.control.sources import input as given
 from meshlib.ops.pointwise.reductions import softmax
+from meshlib.simulation import Simulation, simulate
+from meshlib.storage.checkpoint import load
+
+TYPE = "type"
+RECORDS: MappingProxyType[str, type[Any]] = MappingProxyType(
+    {
+        record.__name__: record
+        for record in (
+            *(TransformerConfig, ResNetConfig, ViTConfig, Numerics, Experts, Routing, LatentAttention, Remat),
+            RotaryScaling,
+        )
+    }
+)
+
+
+def as_json(value: object) -> Any:
+    """A record, or one of its field values, as JSON types.
+
+    Raises: TypeError for a value that has no such form.
+    """
+    if is_dataclass(value) and type(value).__name__ in RECORDS:
+        return {TYPE: type(value).__name__, **{f.name: as_json(getattr(value, f.name)) for f in fields(value)}}
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value) and TYPE not in value:
+        return {name: as_json(inner) for name, inner in value.items()}
+    if isinstance(value, tuple | list):
+        return [as_json(inner) for inner in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{type(value).__name__} {value!r:.80} can't be written as JSON")
+
+
+def from_json(value: object, where: str) -> Any:
+    """The inverse of `as_json`, except that lists become tuples.
+
+    Raises: CheckpointError for an unknown record, or one with other fields; its message begins with `where`.
+    """
+    if isinstance(value, list):
+        return tuple(from_json(inner, where) for inner in value)
+    if not isinstance(value, Mapping):
+        return value
+    inside = {name: from_json(inner, where) for name, inner in value.items() if name != TYPE}
+    if TYPE not in value:
+        return inside
+    name = value[TYPE]
+    if not isinstance(name, str) or name not in RECORDS:
+        hint = nearest(name, RECORDS) if isinstance(name, str) else ""
+        raise CheckpointError(f"{where}: there is no config {name!r:.40}{hint}; known: {', '.join(RECORDS)}")
+    known = {f.name for f in fields(RECORDS[name])}
+    strange = [field for field in inside if field not in known]
+    if strange:
+        raise CheckpointError(f"{where}: {name} has no field {strange[0]!r:.40}{nearest(strange[0], known)}")
+    try:
+        return RECORDS[name](**inside)
+    except TypeError as fault:
+        raise CheckpointError(f"{where}: {fault}") from None
+
+
+Array = np.ndarray[Any, Any]
+SHOWN = 8  # faults listed in a message
+
+
+def variables_of(config: TransformerConfig, scan: bool = True) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of trained variables; with `scan`, those of layers are stacked."""
+    with Graph() as graph:
+        transformer(config, 1, 1, scan=scan, training=False)
+    return {name: v.output.shape.sizes for name, v in graph.variables.items()}
+
+
+def values_of(
+    trained: object, wanted: Mapping[str, tuple[int, ...]], program: Callable[[], Program], what: str
+) -> dict[str, Array]:
+    """Arrays of all wanted variables, from a simulation, arrays by name, or the path of a checkpoint.
+
+    `program` returns a program with these variables; it is called only to read a file.
+    Raises: GraphError with all variables that are missing or of another shape; CheckpointError for an invalid file.
+    """
+    given: Mapping[str, Any]
+    if isinstance(trained, Simulation):
+        given = trained.state
+    elif isinstance(trained, str | os.PathLike):
+        sim = simulate(program())
+        load(trained, sim, only=list(wanted))
+        given = sim.state
+    elif isinstance(trained, Mapping):
+        given = trained
+    else:
+        raise GraphError(
+            f"{at(what)}: trained must be a simulation, arrays by name or the path of a checkpoint, got "
+            f"{type(trained).__name__} {trained!r:.80}"
+        )
+    given = {**given, **_stacked(given, wanted)}
+    faults = shape_faults(given, wanted)
+    if faults:
+        raise GraphError.listing(f"{at(what)}: the variables are not those of the model", faults)
+    return {name: np.asarray(given[name]) for name in wanted}
+
+
+def _stacked(given: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
+    """Variables of stacked layers, stacked from those of unrolled layers."""
+    stacked = {}
+    for name, shape in wanted.items():
+        before, layers, after = name.rpartition("layers/")
+        parts = [f"{before}layer_{n}/{after}" for n in range(shape[0])] if layers and shape else []
+        if name not in given and parts and all(part in given for part in parts):
+            stacked[name] = np.stack([given[part] for part in parts])
+    return stacked
+
 
 Config = TransformerConfig | ImageConfig | Mapping[str, Any]
 Build = Callable[..., Any]

@@ -26,7 +26,7 @@ from meshlib.models.config import TransformerConfig
 from meshlib.sharing.foreign_planned import PLANNED, planned_notes
 from meshlib.sharing.manifests import CONFIG, INDEX, MODEL, SHARDS, SINGLE, check_holds_weights
 from meshlib.sharing.names import Family, NamedVariable, family_of
-from meshlib.sharing.variables import variables_of
+from meshlib.sharing.programs import variables_of
 from meshlib.storage.safetensors import Tensors, write_tensors
 
 Array = np.ndarray[Any, Any]

@@ -5,11 +5,15 @@ replicated is absent. So moves are free, and a computation that is parallel over
 A pending axis is absent, too: a consumer of a pending sum either reduces it or is linear in it, and so may read the
 complete sum. An operation that leaves a pending sum runs its own `local` on blocks merged over the axis, as one BLAS
 call. The instructions are those of the exact executor; only the order of addition differs.
+
+Operands of the MXU that are reused from step to step have rounded copies: a variable that the program does not update,
+such as the weights in decoding, is rounded to bfloat16 in the first step alone; of a cache, only the rows that the step
+wrote are rounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -18,12 +22,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hardware.numerics import round_to_bfloat16
-from meshlib.core.arrays import memory_of, new_array, unwritten
+from meshlib.core.arrays import SpareArrays, memory_of, new_array, same_elements, unwritten
 from meshlib.core.dtypes import FLOAT32
 from meshlib.core.engine import Engine
 from meshlib.core.opdef import ON_MXU, Block, Kind
-from meshlib.core.spare_arrays import SpareArrays
-from meshlib.ops.pointwise.selection import WHERE
+from meshlib.ops.pointwise.arithmetic import WHERE
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program
@@ -31,9 +34,37 @@ from meshlib.simulation.blocks import compute, finished
 from meshlib.simulation.buffers import Buffers, overwritable
 from meshlib.simulation.chains import Chain, ChainRun, chained
 from meshlib.simulation.parts import PartialTrips, Working
-from meshlib.simulation.rounded import RoundedCopies
 
 Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class RoundedCopies:
+    """For each operand of a body and trip: the array that was rounded (kept alive), and its rounded copy."""
+
+    _copies: dict[Hashable, tuple[Array, Array]] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Forget all copies: their source arrays may have been overwritten."""
+        self._copies.clear()
+
+    def of(self, key: Hashable, x: Array, spare: SpareArrays) -> Array | None:
+        """The rounded copy of `x`; None unless `x` is a constant of the program or was updated by rows."""
+        source, rounded = self._copies.pop(key, (None, None))
+        pair = spare.written_in_this_step(x)
+        if pair is None and not spare.is_constant(x):
+            return None
+        before = x if pair is None else pair.x
+        if rounded is None:
+            rounded = new_array(x.shape, x.dtype)
+        if source is None or not same_elements(source, before):
+            round_to_bfloat16(x, out=rounded)
+        elif pair is not None:
+            rounded.transpose(pair.order)[pair.rows] = round_to_bfloat16(x.transpose(pair.order)[pair.rows])
+        self._copies[key] = x, rounded
+        return rounded
+
+
 Bound: TypeAlias = Callable[[Sequence[Array], Engine], Iterable[Array]]
 _NONE: Mapping[Value, Array] = MappingProxyType({})
 MOST_CONSTANT = 1 << 14  # elements of a source without operands whose value is kept from step to step

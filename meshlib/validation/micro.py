@@ -23,8 +23,8 @@ from meshlib.ops.control.sources import input as input_
 from meshlib.ops.control.sources import zeros
 from meshlib.ops.control.state import constrain
 from meshlib.ops.movement.runs import shift
+from meshlib.ops.pointwise.arithmetic import relu
 from meshlib.ops.pointwise.reductions import reduce_sum
-from meshlib.ops.pointwise.unary import relu
 from meshlib.validation.machine import shape_of
 from meshlib.validation.policies import NotExpressed
 from meshlib.validation.priced import Priced

@@ -21,7 +21,7 @@ from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
 from meshlib.core.errors import LayoutError
 from meshlib.core.text import bytes_text, grid
-from meshlib.models.step_builder import transformer_builder
+from meshlib.models.train import transformer_builder
 from meshlib.searching.programs import SearchProblem, problem_of
 from meshlib.searching.roles import roles_of
 from meshlib.searching.space import Candidate, laid

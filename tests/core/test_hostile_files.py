@@ -20,7 +20,7 @@ import pytest
 import meshlib as mtf
 from hardware import HardwareError
 from meshlib.data.samples import load_verses
-from meshlib.data.vocabulary.pretokenizer import compiled, words
+from meshlib.data.vocabulary.merges import compiled, words
 from tests.core.hostile import MOST_BYTES, READERS, SECONDS, Peak, fuzz, text
 from tests.effort import draws
 

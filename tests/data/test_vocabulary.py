@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshlib as mtf
-from meshlib.data.vocabulary.merges import learnt, merged
-from meshlib.data.vocabulary.pretokenizer import GPT2, compiled, words
+from meshlib.data.vocabulary.merges import GPT2, compiled, learnt, merged, words
 from tests.effort import draws
 
 TEXT = (

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
-from meshlib.generation.pages import Pages
 from meshlib.generation.sampling import Sampling, repeated
+from meshlib.generation.server import Pages
 from tests.effort import some
 from tests.models.common import Array, small, values
 

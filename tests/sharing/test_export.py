@@ -13,6 +13,7 @@ import pytest
 import meshlib as mtf
 from meshlib.records.images import read_image
 from meshlib.sharing.pictures import pixels_of
+from meshlib.sharing.programs import variables_of
 
 D = mtf.Dimension
 WORDS = mtf.BytePairs.learn("to be, or not to be: that is the question\n" * 2, 280)
@@ -74,7 +75,7 @@ def test_a_completion_ends_with_the_models_positions(tmp_path: Path) -> None:
 def test_of_a_padded_vocabulary_no_token_is_chosen_that_has_no_text(options: dict[str, Any]) -> None:
     few = mtf.BytePairs.learn("", 258)
     sim = trained(TINY)
-    state = {name: sim.state[name] for name in mtf.sharing.variables.variables_of(TINY)}
+    state = {name: sim.state[name] for name in variables_of(TINY)}
     state["embedding"] = np.concatenate([state["embedding"][:258], 9 * state["embedding"][258:]])
     made = mtf.generate(TINY, ["to be"] * 4, state, 5, tokenizer=few, mesh="x:2", layout="vocab:x", **options)
     assert max(t for tokens in made.tokens for t in tokens) < 258
@@ -188,7 +189,7 @@ def test_a_program_of_ones_own(tmp_path: Path) -> None:
     ],
 )
 def test_configs_come_back(config: Any) -> None:
-    from meshlib.sharing.configs import as_json, from_json
+    from meshlib.sharing.programs import as_json, from_json
 
     back = from_json(json.loads(json.dumps(as_json(config))), "test")
     assert as_json(back) == as_json(config)

@@ -256,7 +256,7 @@ def test_several_files_in_half_precision(tmp_path: Path) -> None:
 def test_presets_have_the_shapes_of_their_files() -> None:
     """Names and shapes of the published files, of which some stand here: nothing is read."""
     from meshlib.sharing.names import family_of
-    from meshlib.sharing.variables import variables_of
+    from meshlib.sharing.programs import variables_of
     from meshlib.sharing.weights import _expected, _places
 
     published = {

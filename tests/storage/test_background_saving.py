@@ -16,7 +16,7 @@ import pytest
 import meshlib as mtf
 from meshlib.core import files
 from meshlib.simulation.state import State
-from meshlib.training.background import Background
+from meshlib.training.checkpoints import Background
 from tests.training.test_training import data, evaluation, program, state
 
 OPTIONS: dict[str, Any] = {"log_every": 1, "progress": False}

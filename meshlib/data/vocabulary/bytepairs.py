@@ -1,6 +1,6 @@
 """A byte-pair vocabulary: lossless conversion of any text to tokens and back.
 
-A text is split into words by a pattern (`meshlib.data.vocabulary.pretokenizer`), and the bytes of each word are merged
+A text is split into words by a pattern (`meshlib.data.vocabulary.merges`), and the bytes of each word are merged
 (`meshlib.data.vocabulary.merges`). Each byte is a token, so that every text can be tokenised.
 
 Its file is a tokenizer.json (`meshlib.data.vocabulary.tokenizer_file`), as for GPT-2, Llama 3 and others.
@@ -24,8 +24,7 @@ from meshlib.core.arguments import at, choice, flag, items, whole
 from meshlib.core.documents import read_json
 from meshlib.core.errors import CheckpointError, GraphError
 from meshlib.core.files import replace_file
-from meshlib.data.vocabulary.merges import Pair, learnt, merged
-from meshlib.data.vocabulary.pretokenizer import GPT2, WHITE, compiled, words
+from meshlib.data.vocabulary.merges import GPT2, WHITE, Pair, compiled, learnt, merged, words
 from meshlib.data.vocabulary.tokenizer_file import BYTES, FORMS, STRIPS, arguments_in, record_of
 
 WHAT = "BytePairs"

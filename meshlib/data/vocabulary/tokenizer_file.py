@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from meshlib.data.vocabulary.merges import Pair
-from meshlib.data.vocabulary.pretokenizer import GPT2, escaped
+from meshlib.data.vocabulary.merges import GPT2, Pair, escaped
 
 if TYPE_CHECKING:
     from meshlib.data.vocabulary.bytepairs import BytePairs

@@ -15,7 +15,7 @@ from meshlib.jax.importing.scores import fused
 from meshlib.jax.importing.table import RULES, give, rule
 from meshlib.jax.importing.writing import StepWriter
 from meshlib.ops.contraction.einsum import einsum
-from meshlib.ops.pointwise.binary import multiply
+from meshlib.ops.pointwise.arithmetic import multiply
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_sum
 

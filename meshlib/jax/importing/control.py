@@ -15,8 +15,7 @@ from meshlib.ops.control.custom_gradients import recompute_grad
 from meshlib.ops.control.loops import make_loop
 from meshlib.ops.control.remat import PartialPolicy, Policy, Remat
 from meshlib.ops.movement.indexing import range as positions
-from meshlib.ops.pointwise.binary import equal
-from meshlib.ops.pointwise.selection import where
+from meshlib.ops.pointwise.arithmetic import equal, where
 
 
 def unify(axes: Axes, code: Code) -> None:

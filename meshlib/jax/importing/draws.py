@@ -13,10 +13,9 @@ from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import DTYPES, CodeStep
 from meshlib.jax.importing.table import fresh, rule
 from meshlib.jax.importing.writing import StepWriter
-from meshlib.ops.pointwise.binary import less, minimum
+from meshlib.ops.pointwise.arithmetic import floor, less, minimum
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.random import drawn_from
-from meshlib.ops.pointwise.unary import floor
 
 # Operands of draws with bounds. In a part of a differentiated function, known bounds are not operands.
 OPERANDS = {"jit:_uniform": 3, "jit:_truncated_normal": 3, "jit:_bernoulli": 2, "jit:_randint": 3}

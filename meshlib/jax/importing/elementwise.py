@@ -16,48 +16,41 @@ from meshlib.jax.importing.masks import condition_of
 from meshlib.jax.importing.table import Operand, rule, same_axes
 from meshlib.jax.importing.writing import StepWriter
 from meshlib.ops.control.custom_gradients import gradient_of_residuals
-from meshlib.ops.pointwise.binary import (
+from meshlib.ops.pointwise.arithmetic import (
+    abs,
     add,
     bitwise_and,
     bitwise_or,
     bitwise_xor,
+    ceil,
+    cos,
     divide,
     equal,
+    erf,
+    exp,
+    expm1,
+    floor,
     floordiv,
     greater,
     greater_equal,
     left_shift,
     less,
     less_equal,
+    log,
+    log1p,
     logical_and,
+    logical_not,
     logical_or,
     maximum,
     minimum,
     mod,
     multiply,
+    negative,
     not_equal,
     pow,
-    right_shift,
-    subtract,
-)
-from meshlib.ops.pointwise.casts import cast
-from meshlib.ops.pointwise.elementwise import reduce_to
-from meshlib.ops.pointwise.logic import logical_xor
-from meshlib.ops.pointwise.selection import where
-from meshlib.ops.pointwise.unary import (
-    abs,
-    ceil,
-    cos,
-    erf,
-    exp,
-    expm1,
-    floor,
-    log,
-    log1p,
-    logical_not,
-    negative,
     reciprocal,
     relu,
+    right_shift,
     round,
     rsqrt,
     sigmoid,
@@ -65,8 +58,13 @@ from meshlib.ops.pointwise.unary import (
     sin,
     sqrt,
     square,
+    subtract,
     tanh,
+    where,
 )
+from meshlib.ops.pointwise.casts import cast
+from meshlib.ops.pointwise.elementwise import reduce_to
+from meshlib.ops.pointwise.logic import logical_xor
 
 Function = Callable[..., Any]
 

@@ -17,11 +17,20 @@ from meshlib.jax.importing.writing import StepWriter, renamed
 from meshlib.ops.movement.indexing import gather, scatter_add
 from meshlib.ops.movement.indexing import range as positions
 from meshlib.ops.movement.shape import broadcast
-from meshlib.ops.pointwise.binary import add, equal, greater_equal, less, logical_and, maximum, minimum, subtract
+from meshlib.ops.pointwise.arithmetic import (
+    add,
+    equal,
+    greater_equal,
+    less,
+    logical_and,
+    maximum,
+    minimum,
+    negative,
+    subtract,
+    where,
+)
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_sum
-from meshlib.ops.pointwise.selection import where
-from meshlib.ops.pointwise.unary import negative
 
 # ---------------------------------------------------------------- indexed axes
 

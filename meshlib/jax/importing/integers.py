@@ -15,7 +15,7 @@ from jax import lax
 
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.code import NARROW, Array, CodeStep, numpy_type
-from meshlib.ops.pointwise.binary import maximum, minimum, mod
+from meshlib.ops.pointwise.arithmetic import maximum, minimum, mod
 from meshlib.ops.pointwise.casts import cast
 
 SHORT = ("int4", "int8", "int16", "uint8", "uint16")

@@ -16,9 +16,8 @@ from meshlib.jax.importing.table import Operand
 from meshlib.ops.control.sources import constant
 from meshlib.ops.movement.indexing import RANGE, one_hot
 from meshlib.ops.movement.indexing import range as positions
-from meshlib.ops.pointwise.binary import greater_equal, logical_and
+from meshlib.ops.pointwise.arithmetic import greater_equal, logical_and, logical_not
 from meshlib.ops.pointwise.casts import cast
-from meshlib.ops.pointwise.unary import logical_not
 
 # Scores this low have no weight in a softmax with others: exp(-10000 + 9900) is 0 in float32.
 HIDING = -1e4

@@ -14,7 +14,7 @@ from meshlib.jax.importing.masks import hot
 from meshlib.jax.importing.table import rule, same_axes
 from meshlib.jax.importing.writing import StepWriter
 from meshlib.ops.control.state import identity, stop_gradient
-from meshlib.ops.pointwise.binary import left_shift, not_equal, right_shift
+from meshlib.ops.pointwise.arithmetic import left_shift, not_equal, right_shift
 from meshlib.ops.pointwise.casts import CAST, bitcast, cast
 
 

@@ -25,9 +25,8 @@ from meshlib.ops.movement.indexing import range as positions
 from meshlib.ops.movement.runs import CONCAT, PAD, SHIFT, SLICE, shift
 from meshlib.ops.movement.shape import BROADCAST, RENAME, RESHAPE, TRANSPOSE, broadcast, rename_dimension
 from meshlib.ops.movement.tables import TABLE, table
-from meshlib.ops.pointwise.binary import less, subtract
+from meshlib.ops.pointwise.arithmetic import less, subtract, where
 from meshlib.ops.pointwise.casts import cast
-from meshlib.ops.pointwise.selection import where
 
 # Operations that are finite, with their gradients, where operands are zero.
 _FINITE = (

@@ -18,7 +18,7 @@ from meshlib.core.graph import Operation, Tensor
 from meshlib.jax.importing.masks import HIDING, conjuncts, known, lowest, negated, number_of, op_of, seen_by
 from meshlib.ops.fused_attention.attention import attention
 from meshlib.ops.movement.shape import broadcast, rename_dimension, reshape
-from meshlib.ops.pointwise.binary import logical_and, not_equal
+from meshlib.ops.pointwise.arithmetic import logical_and, not_equal
 from meshlib.ops.pointwise.casts import cast
 
 _SAME = ("cast", "identity", "broadcast", "transpose")

@@ -20,11 +20,10 @@ from meshlib.ops.movement.indexing import range as positions
 from meshlib.ops.movement.ranking import argmax, argsort, top_k
 from meshlib.ops.movement.runs import slice
 from meshlib.ops.movement.shape import rename_dimension, reshape, transpose
-from meshlib.ops.pointwise.binary import floordiv, multiply, pow
+from meshlib.ops.pointwise.arithmetic import exp, floordiv, log, multiply, negative, pow
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.cumulative import cumprod, cumsum
 from meshlib.ops.pointwise.reductions import reduce_all, reduce_any, reduce_max, reduce_min, reduce_sum
-from meshlib.ops.pointwise.unary import exp, log, negative
 
 # ---------------------------------------------------------------- the same values
 

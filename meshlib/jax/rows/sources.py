@@ -53,7 +53,7 @@ def _range(part: RowContext) -> Array:
 
 
 def threefry2x32(key: tuple[Array, Array], high: Array, low: Array) -> tuple[Array, Array]:
-    """Encrypt the counters (high, low), uint32, under `key`, as in `meshlib.core.random`."""
+    """Encrypt the counters (high, low), uint32, under `key`, as in `meshlib.core.initializers`."""
     words = (key[0], key[1], key[0] ^ key[1] ^ np.uint32(PARITY))
     x, y = high + words[0], low + words[1]
     for group in range(5):

@@ -28,10 +28,10 @@ from meshlib.ops.movement.rearrange import repeat
 from meshlib.ops.movement.runs import concat, split
 from meshlib.ops.movement.shape import rename_dimension
 from meshlib.ops.movement.stacking import stack, unstack
+from meshlib.ops.pointwise.arithmetic import floor, relu, tanh
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.random import random_normal, random_uniform
 from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
-from meshlib.ops.pointwise.unary import floor, relu, tanh
 from meshlib.optimize.averages import moving_averages
 from meshlib.optimize.base import Optimizer
 

@@ -15,8 +15,8 @@ from meshlib.layers.set_norms import Groups
 from meshlib.models.images.tower import CHANNELS, Tower, check_images, late, spatial
 from meshlib.models.record import Config
 from meshlib.ops.images.pooling import max_pool
+from meshlib.ops.pointwise.arithmetic import relu
 from meshlib.ops.pointwise.reductions import reduce_mean
-from meshlib.ops.pointwise.unary import relu
 
 # Blocks of the four stages, and whether a block is a bottleneck: He et al., arXiv:1512.03385, table 1.
 DEPTHS: MappingProxyType[int, tuple[tuple[int, ...], bool]] = MappingProxyType(

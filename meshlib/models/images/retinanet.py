@@ -28,10 +28,9 @@ from meshlib.models.record import Config
 from meshlib.ops.control.sources import input as given
 from meshlib.ops.movement.indexing import one_hot
 from meshlib.ops.movement.rearrange import rearrange, repeat
-from meshlib.ops.pointwise.binary import greater_equal, maximum, not_equal
+from meshlib.ops.pointwise.arithmetic import greater_equal, maximum, not_equal, relu, sigmoid
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_sum
-from meshlib.ops.pointwise.unary import relu, sigmoid
 from meshlib.optimize.base import Optimizer
 
 UNDECIDED = -2  # as in `mtf.detection`

@@ -16,7 +16,7 @@ from meshlib.models.images.vit import ViTConfig, vit
 from meshlib.ops.building import as_dims
 from meshlib.ops.control.sources import input as given
 from meshlib.ops.movement.ranking import argmax
-from meshlib.ops.pointwise.binary import equal
+from meshlib.ops.pointwise.arithmetic import equal
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
 from meshlib.optimize.base import Optimizer

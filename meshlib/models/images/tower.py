@@ -17,7 +17,7 @@ from meshlib.layers.projection import projection
 from meshlib.layers.set_norms import Groups
 from meshlib.ops.building import floats
 from meshlib.ops.movement.shape import rename_dimension
-from meshlib.ops.pointwise.unary import relu
+from meshlib.ops.pointwise.arithmetic import relu
 
 BATCH, HEIGHT, WIDTH, CHANNELS = "batch", "height", "width", "channels"
 COLOURS = "image_channels"  # named differently, so that a rule for channels does not split the three of an image

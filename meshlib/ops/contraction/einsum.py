@@ -337,7 +337,7 @@ def einsum(
 
 
 def _product_of_integers(a: Tensor, b: Tensor, shape: Shape, name: str | None) -> Tensor:
-    from meshlib.ops.pointwise.binary import multiply
+    from meshlib.ops.pointwise.arithmetic import multiply
     from meshlib.ops.pointwise.reductions import reduce_sum
 
     a, b = (reduce_sum(x, output_shape=[d for d in x.shape if d in z.shape or d in shape]) for x, z in ((a, b), (b, a)))

@@ -24,7 +24,7 @@ from meshlib.core.graph import Operation, Tensor, TensorType
 from meshlib.core.opdef import Array, Block, Kind, Linear, Product, Work, operation
 from meshlib.ops.building import as_dim, as_dims, build, tensor
 from meshlib.ops.contraction.einsum import Names, matmul_plan
-from meshlib.ops.pointwise.binary import subtract
+from meshlib.ops.pointwise.arithmetic import subtract
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.cumulative import cumsum
 from meshlib.ops.rules import mxu_passes, reducing_factors, same_dtype

@@ -20,7 +20,7 @@ from meshlib.ops.control.remat import from_host
 from meshlib.ops.control.sources import constant_full
 from meshlib.ops.gradients import gradients, is_wanted
 from meshlib.ops.movement.shape import rename_dimension, reshape, transpose
-from meshlib.ops.pointwise.selection import where
+from meshlib.ops.pointwise.arithmetic import where
 
 
 def loop_gradient(op: Operation, *dys: Tensor | None) -> list[Tensor | None]:

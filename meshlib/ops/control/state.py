@@ -133,7 +133,7 @@ def assign_add(variable: Tensor, value: Tensor | float, name: str | None = None)
       >>> print(sim.state["w"])
       [1. 1.]
     """
-    from meshlib.ops.pointwise.binary import add
+    from meshlib.ops.pointwise.arithmetic import add
 
     return _assign_changed(add, variable, value, "assign_add", name)
 
@@ -151,7 +151,7 @@ def assign_sub(variable: Tensor, value: Tensor | float, name: str | None = None)
       >>> print(sim.state["w"])
       [-1. -1.]
     """
-    from meshlib.ops.pointwise.binary import subtract
+    from meshlib.ops.pointwise.arithmetic import subtract
 
     return _assign_changed(subtract, variable, value, "assign_sub", name)
 

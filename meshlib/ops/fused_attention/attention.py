@@ -43,11 +43,9 @@ from meshlib.ops.fused_attention.split_sequence import (
 )
 from meshlib.ops.gradients import composed_gradient
 from meshlib.ops.movement.indexing import range as positions
-from meshlib.ops.pointwise.binary import equal, greater_equal, less, logical_and
+from meshlib.ops.pointwise.arithmetic import equal, exp, greater_equal, less, logical_and, where
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_max, reduce_sum
-from meshlib.ops.pointwise.selection import where
-from meshlib.ops.pointwise.unary import exp
 from meshlib.ops.rules import named_factors, same_dtype, union
 
 # length, memory_length, key_dim, value_dim, as attributes

@@ -12,7 +12,7 @@ from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, TensorType, find_dim
 from meshlib.core.opdef import Array, Block, Kind, Linear, Role, operation
 from meshlib.ops.building import build, tensor
-from meshlib.ops.pointwise.unary import negative
+from meshlib.ops.pointwise.arithmetic import negative
 from meshlib.ops.rules import named_factors, vector_work
 
 

@@ -19,11 +19,19 @@ from layouts import Dimension, Shape
 from meshlib.core.arguments import at, choice, divisors_near, whole
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, find_dim
-from meshlib.core.names import free_name
+from meshlib.core.text import free_name
 from meshlib.ops.building import as_dims, floats
 from meshlib.ops.images.convolve import convolve
-from meshlib.ops.images.sliding import Slide, SlidingDims, window_sizes
-from meshlib.ops.images.sliding_arguments import Padding, PerDim, dims_of, numbers_per_dim, paddings_per_dim
+from meshlib.ops.images.sliding import (
+    Padding,
+    PerDim,
+    Slide,
+    SlidingDims,
+    dims_of,
+    numbers_per_dim,
+    paddings_per_dim,
+    window_sizes,
+)
 from meshlib.ops.movement.shape import rename_dimension, reshape
 
 Spatial = Mapping[Dimension | str, Dimension | str]

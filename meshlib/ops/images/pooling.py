@@ -16,18 +16,16 @@ from meshlib.core.arguments import at, choice, flag, items, whole
 from meshlib.core.dtypes import INT32
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, innermost
-from meshlib.core.names import free_name
+from meshlib.core.text import free_name
 from meshlib.ops.building import build_source, floats, tensor
 from meshlib.ops.control.custom_gradients import custom_gradient
 from meshlib.ops.images.reduce_window import Slides, reduce_window
-from meshlib.ops.images.sliding import Slide, window_sizes
-from meshlib.ops.images.sliding_arguments import Padding, PerDim, dims_of, numbers_per_dim, paddings_per_dim
+from meshlib.ops.images.sliding import Padding, PerDim, Slide, dims_of, numbers_per_dim, paddings_per_dim, window_sizes
 from meshlib.ops.movement.indexing import RANGE
 from meshlib.ops.movement.shape import reshape, transpose
 from meshlib.ops.movement.tables import table
-from meshlib.ops.pointwise.binary import add_n, equal, multiply
+from meshlib.ops.pointwise.arithmetic import add_n, equal, multiply, where
 from meshlib.ops.pointwise.reductions import reduce_max, reduce_mean, reduce_min, reduce_sum
-from meshlib.ops.pointwise.selection import where
 
 _REDUCTIONS = {"max": reduce_max, "min": reduce_min, "avg": reduce_mean, "sum": reduce_sum}
 Windows = Mapping[Dimension | str, int]

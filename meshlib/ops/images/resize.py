@@ -18,8 +18,7 @@ from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType
 from meshlib.core.opdef import Array, Block, Factor, Halo, Kind, Linear, Role, Work, operation
 from meshlib.ops.building import build, floats
-from meshlib.ops.images.sliding import Range
-from meshlib.ops.images.sliding_arguments import dims_of
+from meshlib.ops.images.sliding import Range, dims_of
 from meshlib.ops.rules import named_factors
 
 METHODS = ("nearest", "bilinear")

@@ -223,8 +223,7 @@ def _gather_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 def _placed(dy: Tensor, indices: Tensor, dim: Dimension, shape: Shape) -> Tensor:
     """`dy` at its index along `dim`, zeros elsewhere; invalid indices are dropped."""
     from meshlib.ops.control.sources import constant_shaped
-    from meshlib.ops.pointwise.binary import equal
-    from meshlib.ops.pointwise.selection import where
+    from meshlib.ops.pointwise.arithmetic import equal, where
 
     nothing = constant_shaped(0, shape, dy)  # has all dims, so that the result keeps their order
     return where(equal(indices, range(dim)), dy, nothing)
@@ -414,8 +413,7 @@ def dynamic_shift(x: Tensor, offset: Tensor, dim: Dimension, wrap: bool, name: s
       [0. 3. 1. 2.]
     """
     from meshlib.ops.movement.shape import rename_dimension, transpose
-    from meshlib.ops.pointwise.binary import greater_equal, less, logical_and, mod
-    from meshlib.ops.pointwise.selection import where
+    from meshlib.ops.pointwise.arithmetic import greater_equal, less, logical_and, mod, where
 
     what = "dynamic_shift"
     shifted_dim = find_dim(tensor(x, what), dim, what)

@@ -23,7 +23,7 @@ from meshlib.ops.building import build, build_all, tensor
 from meshlib.ops.control.sources import constant_like
 from meshlib.ops.movement.indexing import gather, scatter_add
 from meshlib.ops.movement.shape import rename_dimension, reshape, transpose
-from meshlib.ops.pointwise.unary import negative
+from meshlib.ops.pointwise.arithmetic import negative
 from meshlib.ops.rules import named_factors, not_differentiable
 
 

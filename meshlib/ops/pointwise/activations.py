@@ -10,8 +10,7 @@ from meshlib.core.arguments import flag, number
 from meshlib.core.graph import Tensor
 from meshlib.core.opdef import TRANSCENDENTAL_OPS, Array
 from meshlib.ops.building import floats
-from meshlib.ops.pointwise.binary import add, minimum, multiply
-from meshlib.ops.pointwise.unary import erf, expm1, relu, sigmoid, tanh, unary
+from meshlib.ops.pointwise.arithmetic import add, erf, expm1, minimum, multiply, relu, sigmoid, tanh, unary
 
 # Source: Klambauer et al., "Self-normalizing neural networks" (arXiv:1706.02515), in float64: they make mean 0 and
 # variance 1 a fixed point.

@@ -19,8 +19,7 @@ from meshlib.core.opdef import Array, Block, Factor, Kind, Linear, Role, Summary
 from meshlib.ops.building import build, tensor
 from meshlib.ops.movement.indexing import range as positions
 from meshlib.ops.movement.runs import shift
-from meshlib.ops.pointwise.binary import equal
-from meshlib.ops.pointwise.selection import where
+from meshlib.ops.pointwise.arithmetic import equal, where
 from meshlib.ops.rules import check_adds, named_factors, vector_work
 
 

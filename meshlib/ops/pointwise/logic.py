@@ -10,8 +10,7 @@ from meshlib.core.dtypes import BOOL
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor
 from meshlib.ops.building import tensor
-from meshlib.ops.pointwise.binary import not_equal
-from meshlib.ops.pointwise.selection import where
+from meshlib.ops.pointwise.arithmetic import not_equal, where
 
 
 def _flags(x: object, what: str) -> Tensor:

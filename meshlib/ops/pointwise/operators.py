@@ -7,7 +7,8 @@ from collections.abc import Callable
 from meshlib.core.arguments import at
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import Tensor
-from meshlib.ops.pointwise.binary import (
+from meshlib.ops.pointwise.arithmetic import (
+    abs,
     add,
     divide,
     floordiv,
@@ -16,14 +17,15 @@ from meshlib.ops.pointwise.binary import (
     less,
     less_equal,
     logical_and,
+    logical_not,
     logical_or,
     mod,
     multiply,
+    negative,
     pow,
     subtract,
 )
 from meshlib.ops.pointwise.elementwise import Binary
-from meshlib.ops.pointwise.unary import abs, logical_not, negative
 
 
 def _no_matmul(x: Tensor, y: object) -> Tensor:

@@ -15,9 +15,8 @@ from meshlib.core.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.core.opdef import Array, Block, Kind, Linear, OpDef, Role, ShapeRule, Total, Work, operation
 from meshlib.ops.building import as_dims, build, floats, tensor
 from meshlib.ops.control.state import stop_gradient
-from meshlib.ops.pointwise.binary import add, equal, multiply, subtract
+from meshlib.ops.pointwise.arithmetic import add, equal, exp, log, multiply, subtract
 from meshlib.ops.pointwise.casts import cast
-from meshlib.ops.pointwise.unary import exp, log
 from meshlib.ops.rules import check_adds, not_differentiable, reducing_factors, size_of
 
 
@@ -220,7 +219,7 @@ def reduce_logsumexp(
     """
     peak = stop_gradient(reduce_max(x, reduced_dim=reduced_dim))
     if extra_logit is not None:
-        from meshlib.ops.pointwise.binary import maximum
+        from meshlib.ops.pointwise.arithmetic import maximum
 
         peak = stop_gradient(maximum(peak, extra_logit))
     total = reduce_sum(exp(x - peak), reduced_dim=reduced_dim)

@@ -15,8 +15,7 @@ from typing import Any
 from meshlib.core.folding import alike, name_pattern, times_text
 from meshlib.core.graph import FORWARD
 from meshlib.core.opdef import Kind
-from meshlib.core.shown import Shown
-from meshlib.core.text import bytes_text
+from meshlib.core.text import Shown, bytes_text
 from meshlib.program.analysis.buffers import START, Buffer
 from meshlib.program.instructions import Instruction, Loop, Value
 from meshlib.program.records import Program

@@ -1,14 +1,82 @@
-"""Operations with different strategies in two programs, to explain a change of plan between close sizes."""
+"""Changes of plan: snapshots as short texts for tests, and operations whose strategies differ in two programs."""
 
 from __future__ import annotations
 
+import difflib
+import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from layouts.checking import some
+from meshlib.core.documents import MOST_BYTES
+from meshlib.core.errors import GraphError
+from meshlib.core.files import open_file, replace_file
 from meshlib.core.graph import Operation
+from meshlib.core.text import exact_text
 from meshlib.program.instructions import Compute
-from meshlib.program.records import Program, walk
+from meshlib.program.records import Program, require_program, walk
+
+UPDATE = "MESHLIB_UPDATE_SNAPSHOTS"  # if set to 1, snapshots are written
+
+
+def assert_snapshot(program: Program, path: str | Path, update: bool = False) -> None:
+    """Assert that a program's plan is unchanged: collectives by cause, bytes sent, memory. All exact.
+
+    Args:
+      program: the lowered program.
+      path: the snapshot file, a text to be committed with the tests and read in reviews.
+      update: write the file instead, as the environment variable MESHLIB_UPDATE_SNAPSHOTS=1 does for all.
+    Raises: AssertionError with the difference, or if there is no file yet; GraphError for a file that can't be written.
+    Example:
+      >>> import meshlib as mtf, tempfile, pathlib
+      >>> path = pathlib.Path(tempfile.mkdtemp()) / "total.txt"
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [mtf.Dimension("batch", 8)])
+      ...     program = mtf.lower({"total": mtf.reduce_sum(x, name="total")}, mesh="rows:2", layout="batch:rows")
+      >>> mtf.testing.assert_snapshot(program, path, update=True)
+      >>> mtf.testing.assert_snapshot(program, path)
+      >>> print(path.read_text().splitlines()[2])
+      forward all_reduce over rows: 1 x total, sends 4 bytes
+    """
+    __tracebackhide__ = True
+    require_program(program, "assert_snapshot")
+    text = snapshot(program)
+    if update or os.environ.get(UPDATE) == "1":
+        replace_file(path, lambda file: file.write(text.encode()), "assert_snapshot", GraphError)
+        return
+    if isinstance(path, str | Path) and not os.path.lexists(path):
+        raise AssertionError(f"there is no snapshot {path} yet; {UPDATE}=1 writes it")
+    with open_file(path, "assert_snapshot", GraphError, MOST_BYTES) as (file, target):
+        try:
+            expected = file.read().decode()
+        except UnicodeDecodeError as fault:
+            raise GraphError(f"assert_snapshot: {target} is not a snapshot, which is text in UTF-8: {fault}") from None
+    if expected != text:
+        lines = difflib.unified_diff(
+            expected.splitlines(), text.splitlines(), "as it was", "as it is", lineterm="", n=1
+        )
+        shown = "\n".join(f"  {line}" for line in lines)
+        raise AssertionError(f"the program is not as in {path}; if it should be so, {UPDATE}=1 writes it\n{shown}")
+
+
+def snapshot(program: Program) -> str:
+    """The text of a snapshot: one line per cause of collectives, in order, then bytes and memory."""
+    sent: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    for c in program.collectives:
+        key = f"{c.phase} {c.kind} over {'+'.join(c.axes)}", c.op
+        cause = f"{key[0]}: {{}} x {key[1]}"
+        sent[cause] += c.sent_bytes * c.count
+        counts[cause] += c.count
+    lines = [f"mesh {program.mesh}", f"layout {program.layout or '(none)'}"]
+    lines += [f"{cause.format(counts[cause])}, sends {exact_text(sent[cause])} bytes" for cause in sent]
+    lines.append(f"sends {exact_text(program.sent_bytes)} bytes in all")
+    lines.append(f"holds {program.memory.peak_bytes:,} bytes at its peak")
+    lines += [f"  {kind}: {size:,} bytes" for kind, size in program.memory.by_kind.items() if size]
+    return "\n".join(lines) + "\n"
+
 
 SHOWN = 3  # operations named in a note; others are counted
 

@@ -1,35 +1,192 @@
-"""Element-wise operations of two tensors, broadcast by name: arithmetic, comparisons, bounds; the sum of a list."""
+"""Element-wise operations of one, two and three tensors, broadcast by name; the sum of a list."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from layouts import Dimension, Shape
+from meshlib.core import numerics
 from meshlib.core.arguments import at, items
+from meshlib.core.dtypes import BOOL
 from meshlib.core.errors import ShapeError
-from meshlib.core.graph import Operation, Tensor
-from meshlib.core.opdef import TRANSCENDENTAL_OPS, Array, Combination, Linear, PowerProduct, ShapeRule
+from meshlib.core.graph import Operation, Tensor, TensorType
+from meshlib.core.opdef import TRANSCENDENTAL_OPS, Array, Combination, Linear, OpDef, PowerProduct, ShapeRule
 from meshlib.ops.building import as_tensor, build, tensor
 from meshlib.ops.pointwise.elementwise import (
+    ANY,
     COMPARED,
+    FLAG,
     FLAGS,
+    FLOAT,
     FLOATS,
     INTEGERS,
+    NUMBER,
     NUMBERS,
     ORDERED,
     Binary,
+    Unary,
     broadcast_to,
     define,
     described,
     reduce_to,
 )
-from meshlib.ops.pointwise.selection import where
-from meshlib.ops.pointwise.unary import log, square
-from meshlib.ops.rules import not_differentiable
+from meshlib.ops.rules import not_differentiable, same_dtype, union
+
+
+def unary(
+    name: str,
+    doc: str,
+    function: Callable[..., Any],
+    slope: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
+    ops: int = 1,
+    shape: ShapeRule = FLOAT,
+    **traits: Any,
+) -> Unary:
+    """Define an operation; `slope(x, y, dy)` is the cotangent of x, None: passes no gradient."""
+    grad = not_differentiable if slope is None else lambda op, dy: [slope(op.inputs[0], op.output, dy)]
+    kind = define(name, function, grad, shape, ops, **traits)
+
+    def public(x: Tensor, name: str | None = None) -> Tensor:
+        return build(kind, [tensor(x, kind.name)], {}, name)
+
+    public.__name__ = public.__qualname__ = name
+    dtypes = {FLOAT: "a float dtype", FLAG: "bool"}.get(shape, "a number's dtype")
+    signed = shape is NUMBER or traits.get("exact")
+    operand: tuple[object, ...] = (True, False) if shape is FLAG else (-1.5, 2.5) if signed else (0.25, 1.0)
+    public.__doc__ = described(
+        f"{doc}; float dtypes" if shape is FLOAT else doc, name, function, {"x": operand}, f"  x: any shape, {dtypes}."
+    )
+    return public
+
+
+def _sigmoid(x: Array, out: Array) -> None:
+    # Exact to the last bits in both tails, unlike (1 + tanh(x/2)) / 2; where e^-x overflows the result is 0.
+    np.negative(x, out=out)
+    np.exp(out, out=out)
+    np.add(out, out.dtype.type(1), out=out)
+    np.reciprocal(out, out=out)
+
+
+def _rsqrt(x: Array, out: Array) -> None:
+    np.sqrt(x, out=out)
+    np.reciprocal(out, out=out)
+
+
+def _relu(x: Array, out: Array) -> None:
+    np.maximum(x, x.dtype.type(0), out=out)
+
+
+# The derivative of relu as one operation: computed from the output instead of a stored mask.
+_RELU_GRAD: OpDef = define(
+    "relu_grad",
+    lambda dy, y, out: np.multiply(dy, np.greater(y, 0), out=out),
+    lambda op, dz: [build(_RELU_GRAD, [dz, op.inputs[1]], {}), None],
+    ANY,
+    ops=2,
+    linear=lambda op: Linear((0,)),
+    repeated=True,
+    exact=True,
+)
+
+_curve = partial(unary, ops=TRANSCENDENTAL_OPS)
+_wave = partial(unary, ops=5 * TRANSCENDENTAL_OPS)  # the argument is reduced to half a period first
+_of_numbers = partial(unary, shape=NUMBER)
+
+negative: Unary = _of_numbers(
+    "negative",
+    "-x",
+    np.negative,
+    lambda x, y, dy: -dy,
+    linear=lambda op: Linear((0,)),
+    form=lambda op: PowerProduct((1,), -1.0),
+    repeated=True,
+    exact=True,
+)
+exp = _curve("exp", "e to the power x", np.exp, lambda x, y, dy: dy * y)
+log = _curve("log", "Natural logarithm", np.log, lambda x, y, dy: dy / x)
+sqrt = _curve("sqrt", "Square root", np.sqrt, lambda x, y, dy: dy * 0.5 / y)
+rsqrt = _curve("rsqrt", "1 / sqrt(x)", _rsqrt, lambda x, y, dy: dy * y * y * y * -0.5)
+square = _of_numbers("square", "x * x", np.square, lambda x, y, dy: dy * x * 2, form=lambda op: PowerProduct((2,)))
+reciprocal = _curve(
+    "reciprocal", "1 / x", np.reciprocal, lambda x, y, dy: -(dy * y * y), form=lambda op: PowerProduct((-1,))
+)
+expm1 = _curve("expm1", "exp(x) - 1, exact for small x too", np.expm1, lambda x, y, dy: dy * (y + 1.0))
+log1p = _curve("log1p", "log(1 + x), exact for small x too", np.log1p, lambda x, y, dy: dy / (x + 1.0))
+erf = unary(
+    "erf",
+    "Error function, 2 / sqrt(pi) times the integral of exp(-t^2) from 0 to x",
+    numerics.erf,
+    lambda x, y, dy: dy * (2 / math.sqrt(math.pi)) * exp(-square(x)),
+    ops=2 * TRANSCENDENTAL_OPS,  # two polynomials and a division
+)
+floor = unary("floor", "The largest integer <= x; passes no gradient", np.floor, None, exact=True)
+ceil = unary("ceil", "The smallest integer >= x; passes no gradient", np.ceil, None, exact=True)
+round = unary("round", "The nearest integer, halves to even; passes no gradient", np.rint, None, exact=True)
+tanh = _curve("tanh", "Hyperbolic tangent", np.tanh, lambda x, y, dy: dy * (1.0 - y * y))
+sigmoid = _curve("sigmoid", "1 / (1 + exp(-x))", _sigmoid, lambda x, y, dy: dy * y * (1.0 - y))
+relu = unary("relu", "max(x, 0); gradient 0 at 0", _relu, lambda x, y, dy: build(_RELU_GRAD, [dy, y], {}), exact=True)
+sign = _of_numbers("sign", "-1, 0 or 1; passes no gradient", np.sign, None, exact=True)
+abs = _of_numbers("abs", "Absolute value; gradient 0 at 0", np.absolute, lambda x, y, dy: dy * sign(x), exact=True)
+sin = _wave("sin", "Sine of radians", np.sin, lambda x, y, dy: dy * cos(x))
+cos: Unary = _wave("cos", "Cosine of radians", np.cos, lambda x, y, dy: -(dy * sin(x)))
+logical_not = unary("logical_not", "not x; bool", np.logical_not, None, shape=FLAG)
+
+
+def _where_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    condition, x, y = types
+    if condition.dtype is not BOOL:
+        raise ShapeError(f"the condition must be bool, got {condition.dtype.name}; compare first")
+    return TensorType(union([x.shape, y.shape, condition.shape]), same_dtype([x, y]))
+
+
+def _where_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
+    condition, x, y = op.inputs
+    return [None, reduce_to(where(condition, dy, 0.0), x.shape), reduce_to(where(condition, 0.0, dy), y.shape)]
+
+
+def _where_into(condition: Array, x: Array, y: Array, out: Array) -> None:
+    distinct = condition[tuple(np.s_[:1] if stride == 0 else np.s_[:] for stride in condition.strides)]
+    if distinct.size < out.size and distinct.all():  # fast for a mask of whole blocks that hides nothing here
+        np.copyto(out, x)
+    else:
+        np.copyto(out, np.where(condition, x, y))
+
+
+WHERE = define(
+    "where", _where_into, _where_grad, _where_shape, linear=lambda op: Linear((1, 2), together=True), exact=True
+)
+
+
+def where(
+    condition: Tensor,
+    if_true: Tensor | float,
+    if_false: Tensor | float,
+    output_shape: Shape | Sequence[Dimension] | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """`if_true` where `condition` (bool) holds, else `if_false`; all broadcast by name, then to `output_shape`.
+
+    Two numbers make a float32 tensor. Values that are not chosen do not affect the result, even NaN and infinities.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.where(mtf.input("x", "d:2", "bool"), mtf.ones("d:2"), mtf.zeros("d:2"))
+      >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[True, False])["y"])
+      [1. 0.]
+    """
+    like = if_true if isinstance(if_true, Tensor) else if_false if isinstance(if_false, Tensor) else None
+    if like is None and isinstance(condition, Tensor):
+        from meshlib.ops.control.sources import constant_like
+
+        like = constant_like(0, condition, "float32")
+    operands = [tensor(condition, "where"), as_tensor(if_true, like, "where"), as_tensor(if_false, like, "where")]
+    return broadcast_to(build(WHERE, operands, {}, name), output_shape)
+
 
 Side = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
