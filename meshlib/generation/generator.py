@@ -25,7 +25,7 @@ from layouts.rules import SCOPES, RulesLike
 from meshlib.core.arguments import at, bounded, shape_faults, whole
 from meshlib.core.errors import GraphError, nearest
 from meshlib.core.graph import Graph, Tensor, scope
-from meshlib.generation.beams import Beams
+from meshlib.generation.sampling import Beams
 from meshlib.generation.tokens import WHAT, ByteTokenizer, Stops, Tokenizer, encoded
 from meshlib.layers.norms import widened
 from meshlib.lowering import Program, lower
@@ -98,7 +98,7 @@ class Generator:
       mesh, layout, slice: of the programs.
       temperature, top_k, top_p: see `mtf.sample_with_temperature`; temperature 0 is greedy, and excludes top_k and
         top_p.
-      beams, alpha: beam search with this many hypotheses, see `meshlib.generation.beams`; 1: none.
+      beams, alpha: beam search with this many hypotheses, see `meshlib.generation.sampling`; 1: none.
       stop: tokens, or texts, that end a completion.
       tokenizer: the tokenizer; by default bytes, if the vocabulary is large enough. Tokens beyond the `size` of a
         tokenizer such as `mtf.BytePairs` are never sampled: vocabularies of models are often padded.

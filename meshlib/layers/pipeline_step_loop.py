@@ -19,18 +19,16 @@ from meshlib.core.loop_record import LoopBody
 from meshlib.core.opdef import RESIDENT
 from meshlib.core.replay import all_operations, needed, replay
 from meshlib.core.text import free_name
-from meshlib.layers.pipeline_buffers import WHAT, CutFeatures, SlotBuffer
 from meshlib.layers.pipeline_layers import loads_of
-from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, WEIGHTS
-from meshlib.layers.pipeline_ticks import FIRST, FIRST_BACKWARD, LOSS, Ticks
-from meshlib.layers.pipeline_weights import LaterWeights
+from meshlib.layers.pipeline_task_schedule import BACKWARD, FORWARD, WEIGHTS
+from meshlib.layers.pipeline_ticks import FIRST, FIRST_BACKWARD, LOSS, WHAT, CutFeatures, SlotBuffer, Ticks
 from meshlib.ops.building import tensor
 from meshlib.ops.control.branches import BranchResults, branch, inner_carry
-from meshlib.ops.control.deferred import deferred, separate_weights
+from meshlib.ops.control.deferred import Deferred, deferred, separate_weights
+from meshlib.ops.control.loop_gradient import led_to, variable_gradients, wide
 from meshlib.ops.control.loops import end_late, late_carry, make_loop
 from meshlib.ops.control.remat import Policy, kept_values
 from meshlib.ops.control.sources import _constant, constant_full
-from meshlib.ops.control.summed_gradients import led_to, variable_gradients, wide
 from meshlib.ops.gradients import gradients
 from meshlib.ops.movement.runs import shift
 from meshlib.ops.movement.shape import transpose
@@ -378,3 +376,25 @@ class StepLoop:
                     f"{at(WHAT)}: {op} draws random numbers, which would differ when its stage is recomputed; "
                     "use mtf.layers.pipeline, or a rate of 0"
                 )
+
+
+class LaterWeights:
+    """Operands that a backward stores for weight gradients, and the deferred operations that compute these."""
+
+    def __init__(self, later: Deferred, results: Sequence[Tensor], graph: Graph, around: Graph) -> None:
+        self.later, self.results = later, results
+        outside = around.loop_body
+        assert outside is not None
+        fixed = set(outside.captured.values())  # the same in each tick
+        self.outer = {x: y for x in later.inputs if (y := graph.outer_of(x)) is not None}
+        self.tables = [x for x, y in self.outer.items() if y not in fixed and not y.dtype.is_float]
+        self.fixed = [x for x, y in self.outer.items() if y in fixed]
+        elsewhere = {*self.tables, *self.fixed}
+        self.stored = [x for x in later.inputs if x not in elsewhere]
+
+    def written(self, graph: Graph, read: Sequence[Tensor], swapped: Mapping[Tensor, Tensor]) -> list[Tensor]:
+        """The gradients, in the body of their branch, from stored operands, with tables swapped for their task's."""
+        given = {x: graph.adopt(self.outer[x]) for x in self.fixed}
+        given |= {x: graph.adopt(swapped[self.outer[x]]) for x in self.tables}
+        given |= {x: transpose(y, x.shape) for x, y in zip(self.stored, read, strict=True)}
+        return self.later.written(graph, given, self.results)

@@ -18,11 +18,9 @@ from layouts import Dimension
 from meshlib.core.arguments import at, choice, whole
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import Tensor
-from meshlib.layers.pipeline_buffers import WHAT, CutFeatures, Features
-from meshlib.layers.pipeline_orders import KINDS
 from meshlib.layers.pipeline_step_loop import StepLoop
-from meshlib.layers.pipeline_task_schedule import TaskSchedule
-from meshlib.layers.pipeline_ticks import Ticks
+from meshlib.layers.pipeline_task_schedule import KINDS, TaskSchedule
+from meshlib.layers.pipeline_ticks import WHAT, CutFeatures, Features, Ticks
 from meshlib.ops.control.remat import Policy, Remat, checked_policy
 
 Tensors = dict[str, Tensor]

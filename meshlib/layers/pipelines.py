@@ -3,7 +3,7 @@
 The stages are a dim. In each trip of one loop all of them run at once, each on its current microbatch: inputs and
 weights have the dim. Between trips activations are shifted by one stage along the dim. If a rule splits the dim over an
 axis (`stage:pipe`), each device has the weights of its stages, and an equal share of the microbatches that wait for the
-first stage or have left the last (`meshlib.layers.pipeline_stream`). The schedule is in
+first stage or have left the last. Schedule and stream are in
 `meshlib.layers.pipeline_schedule`.
 
 All devices run one program and can't be idle: in a bubble they compute on zeros and stale values. These never reach a
@@ -27,8 +27,7 @@ from meshlib.core.dtypes import FLOAT32, FLOAT64, INT32
 from meshlib.core.errors import GraphError, ShapeError
 from meshlib.core.graph import Tensor, current_graph, find_dim, innermost
 from meshlib.core.text import free_name
-from meshlib.layers.pipeline_schedule import Schedule
-from meshlib.layers.pipeline_stream import Stream
+from meshlib.layers.pipeline_schedule import Schedule, Stream
 from meshlib.ops.building import tensor
 from meshlib.ops.control.loops import make_loop, works_table
 from meshlib.ops.control.remat import Policy, checked_policy

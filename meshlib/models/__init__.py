@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
     from meshlib.models.config import TransformerConfig as TransformerConfig
-    from meshlib.models.experts import Experts as Experts
+    from meshlib.models.config_parts import Experts as Experts
+    from meshlib.models.config_parts import LatentAttention as LatentAttention
     from meshlib.models.images.biggan import BigGANConfig as BigGANConfig
     from meshlib.models.images.biggan import discriminator as discriminator
     from meshlib.models.images.biggan import gan_samples as gan_samples
@@ -26,7 +27,6 @@ if _TYPE_CHECKING:
     from meshlib.models.images.unet import unet as unet
     from meshlib.models.images.vit import ViTConfig as ViTConfig
     from meshlib.models.images.vit import vit as vit
-    from meshlib.models.latent import LatentAttention as LatentAttention
     from meshlib.models.layouts import LAYOUTS as LAYOUTS
     from meshlib.models.layouts import layout as layout
     from meshlib.models.layouts import usual_layouts as usual_layouts

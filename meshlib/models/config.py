@@ -14,9 +14,7 @@ from meshlib.core.text import Shown
 from meshlib.layers.numerics import MIXED, Numerics, as_numerics
 from meshlib.layers.positions import RotaryScaling, check_scaling
 from meshlib.layers.routing import Routing
-from meshlib.models.experts import Experts
-from meshlib.models.latent import LatentAttention
-from meshlib.models.record import Config
+from meshlib.models.config_parts import Config, Experts, LatentAttention
 
 KINDS = ("decoder", "encoder", "encoder-decoder")
 ACTIVATIONS = ("gelu", "gelu_exact", "relu", "silu")

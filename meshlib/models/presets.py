@@ -15,8 +15,7 @@ from meshlib.layers.numerics import DEFAULT
 from meshlib.layers.positions import RotaryScaling
 from meshlib.layers.routing import Routing
 from meshlib.models.config import TransformerConfig
-from meshlib.models.experts import Experts
-from meshlib.models.latent import LatentAttention
+from meshlib.models.config_parts import Experts, LatentAttention
 
 
 def _switch() -> Iterator[TransformerConfig]:

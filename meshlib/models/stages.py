@@ -12,7 +12,7 @@ from meshlib.core.arguments import at, choice, divisors_near, whole
 from meshlib.core.dtypes import FLOAT32
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import Tensor
-from meshlib.layers.pipeline_orders import KINDS
+from meshlib.layers.pipeline_task_schedule import KINDS
 from meshlib.models.config import TransformerConfig
 from meshlib.ops.control.remat import Policy, checked_policy
 from meshlib.ops.movement.indexing import one_hot

@@ -10,9 +10,9 @@ from meshlib.core.dtypes import BOOL, INT32
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import BACKWARD, Graph, Tensor, innermost, region
 from meshlib.ops.building import tensor
+from meshlib.ops.control.loop_gradient import led_to, variable_gradients, wide
 from meshlib.ops.control.loops import while_loop
 from meshlib.ops.control.sources import _constant, scalar
-from meshlib.ops.control.summed_gradients import led_to, variable_gradients, wide
 from meshlib.ops.gradients import gradients
 from meshlib.ops.movement.indexing import gather, range
 from meshlib.ops.movement.shape import broadcast, reshape

@@ -16,8 +16,7 @@ from meshlib.core.arguments import at
 from meshlib.core.documents import COUNT, FLAG, LIST, NUMBER, POSITIVE, RECORD, SIZE, TEXT, Schema
 from meshlib.core.errors import GraphError
 from meshlib.layers.routing import Routing
-from meshlib.models.experts import Experts
-from meshlib.models.latent import LatentAttention
+from meshlib.models.config_parts import Experts, LatentAttention
 
 Fields = Mapping[str, Any]
 WHAT = "read_config"

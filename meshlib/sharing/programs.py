@@ -21,12 +21,11 @@ from meshlib.layers.routing import Routing
 from meshlib.lowering import Program, Session, lower
 from meshlib.lowering.assigned import refuse_faults
 from meshlib.models.config import TransformerConfig
-from meshlib.models.experts import Experts
+from meshlib.models.config_parts import Experts, LatentAttention
 from meshlib.models.images.resnet import ResNetConfig
 from meshlib.models.images.step import ImageConfig, classifier
 from meshlib.models.images.tower import BATCH, image_dims
 from meshlib.models.images.vit import ViTConfig
-from meshlib.models.latent import LatentAttention
 from meshlib.models.model import transformer
 from meshlib.models.serving import prefill
 from meshlib.ops.control.remat import Remat

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
-from meshlib.generation.beams import Beams, length_penalty
+from meshlib.generation.sampling import Beams, length_penalty
 from meshlib.models import TransformerConfig, transformer
 from tests.effort import some
 from tests.models.common import Array, small, values, with_capacity

@@ -11,7 +11,7 @@ import pytest
 
 import meshlib as mtf
 from meshlib.estimation import Physics
-from meshlib.layers.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, waits_for
+from meshlib.layers.pipeline_task_schedule import BACKWARD, FORWARD, WEIGHTS, waits_for
 from meshlib.program.instructions import Loop
 from meshlib.program.records import walk
 from tests.effort import draws, each

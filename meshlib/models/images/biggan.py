@@ -19,8 +19,8 @@ from meshlib.core.graph import Operation, Tensor, find_dim, scope
 from meshlib.layers.norms import widened
 from meshlib.layers.numerics import MIXED, Numerics
 from meshlib.layers.set_norms import Groups
+from meshlib.models.config_parts import Config
 from meshlib.models.images.tower import BATCH, CHANNELS, COLOURS, HEIGHT, WIDTH, Tower, image_dims, spatial
-from meshlib.models.record import Config
 from meshlib.ops.control.sources import input as given
 from meshlib.ops.images.pooling import pool
 from meshlib.ops.movement.indexing import gather

@@ -21,10 +21,10 @@ from meshlib.core.arguments import at, choice, number, whole
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import Operation, Tensor, scope
 from meshlib.layers.norms import widened
+from meshlib.models.config_parts import Config
 from meshlib.models.images.detection import Anchors, Objects
 from meshlib.models.images.resnet import ResNetConfig, features
 from meshlib.models.images.tower import BATCH, CHANNELS, Tower, check_images, image_dims, late, spatial
-from meshlib.models.record import Config
 from meshlib.ops.control.sources import input as given
 from meshlib.ops.movement.indexing import one_hot
 from meshlib.ops.movement.rearrange import rearrange, repeat

@@ -11,8 +11,8 @@ from meshlib.core.errors import GraphError
 from meshlib.core.graph import Operation, Tensor, scope
 from meshlib.layers.numerics import MIXED, Numerics
 from meshlib.layers.set_norms import Groups
+from meshlib.models.config_parts import Config
 from meshlib.models.images.tower import CHANNELS, Tower, check_images, spatial
-from meshlib.models.record import Config
 from meshlib.ops.images.pooling import pool
 from meshlib.ops.movement.rearrange import repeat
 from meshlib.ops.movement.runs import concat

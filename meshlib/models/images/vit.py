@@ -14,8 +14,8 @@ from meshlib.core.graph import Operation, Tensor, scope
 from meshlib.layers.numerics import MIXED, Numerics
 from meshlib.models.blocks import StackBlocks
 from meshlib.models.config import LayerKind, TransformerConfig
+from meshlib.models.config_parts import Config
 from meshlib.models.images.tower import BATCH, COLOURS, check_images
-from meshlib.models.record import Config
 from meshlib.ops.control.loops import scan
 from meshlib.ops.control.remat import Policy
 from meshlib.ops.movement.rearrange import rearrange

@@ -16,9 +16,8 @@ from meshlib.core.errors import GraphError, MeshlibError
 from meshlib.layers.experts import EINSUM_TOKENS
 from meshlib.layers.routing import Routing
 from meshlib.models.config import TransformerConfig
-from meshlib.models.experts import Experts
-from meshlib.models.maxtext.default_rules import DEFAULT_RULES, LogicalRule
-from meshlib.models.maxtext.keys import AXES, PARTS, READ
+from meshlib.models.config_parts import Experts
+from meshlib.models.maxtext.keys import AXES, DEFAULT_RULES, PARTS, READ, LogicalRule
 from meshlib.models.maxtext.model_keys import model_keys
 from meshlib.models.maxtext.remat import POLICIES, named, policy
 from meshlib.models.maxtext.rules import ACTIVATIONS, weights

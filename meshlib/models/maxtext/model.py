@@ -14,8 +14,7 @@ from meshlib.layers.numerics import Numerics
 from meshlib.layers.positions import RotaryScaling
 from meshlib.layers.routing import Routing
 from meshlib.models.config import TransformerConfig
-from meshlib.models.experts import Experts
-from meshlib.models.latent import LatentAttention
+from meshlib.models.config_parts import Experts, LatentAttention
 from meshlib.models.maxtext.settings import WHAT, Settings
 
 Fields = dict[str, Any]

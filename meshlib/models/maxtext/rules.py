@@ -20,8 +20,7 @@ from layouts.errors import LayoutError
 from meshlib.core.errors import nearest
 from meshlib.models.config import TransformerConfig
 from meshlib.models.layouts import with_unsplit
-from meshlib.models.maxtext.default_rules import DEFAULT_RULES, LogicalRule
-from meshlib.models.maxtext.keys import PARTS
+from meshlib.models.maxtext.keys import DEFAULT_RULES, PARTS, LogicalRule
 from meshlib.models.maxtext.mesh import AxisSizes
 from meshlib.models.maxtext.settings import RULES, Settings
 

@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 
 from meshlib.core.errors import GraphError, MissingError, nearest
 from meshlib.core.files import open_file
-from meshlib.models.maxtext.default_rules import DEFAULT_RULES, LogicalRule
-from meshlib.models.maxtext.keys import KNOWN, READ, REFUSED, UNREAD
+from meshlib.models.maxtext.keys import DEFAULT_RULES, KNOWN, READ, REFUSED, UNREAD, LogicalRule
 from meshlib.models.maxtext.versions import FIRST_BLOCK, is_base, renamed, serving_sign
 
 WHAT = "read_maxtext"

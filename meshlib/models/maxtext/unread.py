@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshlib.core.errors import nearest
-from meshlib.models.maxtext.default_rules import DEFAULT_RULES
 from meshlib.models.maxtext.kernels import FOLLOWING, FUSED
-from meshlib.models.maxtext.keys import EFFECTS, READ, REMAT_KEYS
+from meshlib.models.maxtext.keys import DEFAULT_RULES, EFFECTS, READ, REMAT_KEYS
 from meshlib.models.maxtext.remat import WITH_QUANTISED
 from meshlib.models.maxtext.settings import OVERRIDES, RULES, Settings
 
