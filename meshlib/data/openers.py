@@ -40,7 +40,6 @@ class Field:
         default the original size with three channels.
       name: name of the feature, if different from the field's.
     Example:
-      >>> import meshlib as mtf
       >>> pixels = mtf.data.Field("image", (32, 32, 3), name="image/encoded")  # fields={"pixels": pixels, ...}
       >>> pixels.shape
       (32, 32, 3)
@@ -270,7 +269,6 @@ def records(
     Raises: DataError for missing or damaged files, FeedError for invalid arguments.
     Example:
       >>> import tempfile
-      >>> import meshlib as mtf
       >>> made = [mtf.records.encode({"label": n, "pixels": bytes([n, n])}) for n in range(5)]
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     _ = mtf.records.write(f"{folder}/small@2", made)
@@ -300,7 +298,6 @@ def arrays(arrays: Mapping[str, Array]) -> Data:
 
     Raises: FeedError with all faults of the arrays.
     Example:
-      >>> import meshlib as mtf
       >>> data = mtf.data.arrays({"x": np.arange(5)}).batch(2, remainder="pad")
       >>> [(batch["x"].tolist(), batch["mask"].tolist()) for batch in data]
       [([0, 1], [1.0, 1.0]), ([2, 3], [1.0, 1.0]), ([4, 4], [1.0, 0.0])]
@@ -324,7 +321,6 @@ def idx(paths: Mapping[str, str | os.PathLike[str]]) -> Data:
     Example:
       >>> import tempfile
       >>> from pathlib import Path
-      >>> import meshlib as mtf
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     path = Path(folder, "labels.idx")
       ...     _ = path.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 2, 1]))  # uint8, one dim, of 3
@@ -345,7 +341,6 @@ def text(paths: Paths, field: str = "text") -> Data:
     Example:
       >>> import tempfile
       >>> from pathlib import Path
-      >>> import meshlib as mtf
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     path = Path(folder, "lines.txt")
       ...     _ = path.write_text("to be\\n\\nor not\\n")
@@ -366,7 +361,6 @@ def folder(path: str | os.PathLike[str], side: int, channels: int = 3) -> Data:
     Example:
       >>> import tempfile
       >>> from pathlib import Path
-      >>> import meshlib as mtf
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     for name in ("cat/a.png", "cat/b.png", "dog/a.png"):
       ...         Path(folder, name).parent.mkdir(exist_ok=True)

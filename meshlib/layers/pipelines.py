@@ -85,7 +85,6 @@ def pipeline(
       same layers without a pipeline.
     Raises: GraphError, ShapeError for numbers that do not divide, or a stage_fn that changes types.
     Example:
-      >>> import meshlib as mtf
       >>> batch, width = mtf.Dimension("batch", 8), mtf.Dimension("width", 16)
       >>> with mtf.Graph() as graph:
       ...     x = mtf.input("x", [batch, width])

@@ -33,7 +33,6 @@ def read_idx(path: str | os.PathLike[str], dims: int | None = None) -> NDArray[A
     Example:
       >>> import tempfile
       >>> from pathlib import Path
-      >>> import meshlib as mtf
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     path = Path(folder, "labels.idx")
       ...     _ = path.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 2, 1]))  # uint8, one dim, of 3

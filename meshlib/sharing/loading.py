@@ -58,7 +58,6 @@ def load_model(
       bad arguments.
     Example:
       >>> import tempfile
-      >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("gpt2").reduced().replace(vocab=300)
       >>> with mtf.Graph():
       ...     program = mtf.lower(*mtf.models.train_step(tiny, batch=1, length=4))
@@ -163,7 +162,6 @@ class Model:
 
     Example:
       >>> import tempfile
-      >>> import meshlib as mtf
       >>> def build(size):
       ...     return {"y": mtf.input("x", [mtf.Dimension("n", size)]) * mtf.variable("w", [], 2.0)}
       >>> with mtf.Graph():
@@ -195,7 +193,6 @@ class TextModel(Model):
 
     Example:
       >>> import tempfile
-      >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("gpt2").reduced().replace(vocab=300)
       >>> with mtf.Graph():
       ...     program = mtf.lower(*mtf.models.train_step(tiny, batch=1, length=4))
@@ -280,8 +277,6 @@ class ImageModel(Model):
 
     Example:
       >>> import tempfile
-      >>> import numpy as np
-      >>> import meshlib as mtf
       >>> sizes = {"height": 8, "width": 8, "patch": 4, "d_model": 8, "d_ff": 16, "heads": 2, "layers": 1}
       >>> tiny = mtf.models.ViTConfig("tiny", **sizes, classes=3)
       >>> with mtf.Graph():
@@ -341,7 +336,6 @@ class OwnModel(Model):
 
     Example:
       >>> import tempfile
-      >>> import meshlib as mtf
       >>> def build(size):
       ...     return {"y": mtf.input("x", [mtf.Dimension("n", size)]) * mtf.variable("w", [], 2.0)}
       >>> with mtf.Graph():

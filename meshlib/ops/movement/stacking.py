@@ -56,7 +56,6 @@ def stack(xs: Sequence[Tensor], dim_name: str, axis: int = 0, name: str | None =
     """Tensors of one shape stacked along a new dim, at position `axis`.
 
     Example:
-      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.stack([mtf.input("x", "d:2"), mtf.ones("d:2")], "n")
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 4.0])["y"])
@@ -74,7 +73,6 @@ def unstack(x: Tensor, dim: Dimension, name: str | None = None) -> list[Tensor]:
     """The tensors at each index of `dim`, without that dim. If it is split, each is a pending sum.
 
     Example:
-      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.unstack(mtf.input("x", "a:2;b:2"), mtf.Dimension("a", 2))[1]
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[1.0, 2.0], [3.0, 4.0]])["y"])
