@@ -19,6 +19,7 @@ from layouts import Shape
 from meshlib.core.arguments import at, flag, whole
 from meshlib.core.dtypes import as_dtype
 from meshlib.core.errors import GraphError
+from meshlib.core.garbage import uncollected
 from meshlib.core.initializers import Initializer, zeros
 from meshlib.core.replay import all_operations, needed
 from meshlib.core.source_lines import UNKNOWN_LINE, users_function
@@ -66,6 +67,7 @@ from meshlib.ops.pointwise.casts import cast
 _ROWS = (control, convolution, draws, elementwise, indexing, passing, ragged, shapes, windows)
 
 
+@uncollected
 def from_jax(
     fn: Callable[..., Any],
     *args: Any,
