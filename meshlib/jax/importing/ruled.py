@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from meshlib.core.errors import GraphError
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import DTYPES, Code, CodeStep, Var
@@ -48,7 +49,10 @@ class Ruled:
 
 
 def ruled(eqn: Any, ins: Sequence[Var], axis_env: Sequence[tuple[str, int]] = ()) -> Ruled:
-    """Forward and backward functions of a call of `ins` with a rule; `axis_env`: enclosing mapped axes."""
+    """Forward and backward functions of a call of `ins` with a rule; `axis_env`: enclosing mapped axes.
+
+    Raises: GraphError if the rule reads values of the enclosing function; whatever the rule raises.
+    """
     operands, results = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
     reals, outs = parts_of(operands), parts_of(results)
     # As in JAX, the nonlinear operands of a `linear_call`, captured values and constants have no cotangent.
@@ -82,6 +86,8 @@ def ruled(eqn: Any, ins: Sequence[Var], axis_env: Sequence[tuple[str, int]] = ()
         return jax.tree_util.tree_unflatten(trees[-1], residuals)(list(cotangents))
 
     back = jax.make_jaxpr(backward, axis_env=env)(residual_shapes, *(outs[n] for n in floating))
+    if any(isinstance(x, jax.core.Tracer) for x in (*closed.consts, *back.consts)):
+        raise GraphError("it closes over a value that the arguments determine; pass that value as an argument")
     live, _ = dce_jaxpr(back.jaxpr, [True] * len(moving), instantiate=True)
     return Ruled(closed, core.ClosedJaxpr(live, back.consts), moving, floating)
 

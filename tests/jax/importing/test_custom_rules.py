@@ -164,3 +164,13 @@ def test_a_rule_that_says_nothing_of_what_its_function_closes_over() -> None:
     compared(lambda w: (called(lambda x: x * Y, w) ** 2).sum(), X, names={"w": "rows cols"})
     with pytest.raises(NotImported, match=r"called \(test_custom_rules.py:\d+\): it closes over a value .* pass that"):
         mtf.from_jax(lambda w, y: (called(lambda x: x * y, w) ** 2).sum(), X, Y)
+
+
+def test_a_rule_that_reads_values_of_the_enclosing_function() -> None:
+    def loss(w, y):
+        steep = jax.custom_jvp(lambda x: x * 2)
+        steep.defjvp(lambda primals, tangents: (steep(*primals), tangents[0] * y.sum()))
+        return steep(w).sum()
+
+    with pytest.raises(NotImported, match=r"rule can't be traced: it closes over a value .* pass that"):
+        mtf.from_jax(loss, X, Y)
