@@ -162,7 +162,10 @@ class Tracing:
         other = as_signed(step) or (REWRITES[name](step) if name in REWRITES else None)
         if other is None:
             return None
-        written = jax.make_jaxpr(other)(*(aval_of(v.aval) for v in eqn.invars))
+        try:
+            written = jax.make_jaxpr(other)(*(aval_of(v.aval) for v in eqn.invars))
+        except (NotImplementedError, TypeError):  # ragged_all_to_all, pbroadcast, `axis_index_groups`
+            return self._refuse(eqn, f"{name} ({place.line}): a collective in it that JAX cannot map over blocks")
         outer = self.axis_env
         if name == "shard_map":
             self.axis_env = (*outer, *mapped_axes(params).items())

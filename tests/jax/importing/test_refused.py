@@ -24,6 +24,18 @@ def referred(w: Any) -> Any:
     return ref[...].sum()
 
 
+def grouped(w: Any) -> Any:
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec()
+    return jax.shard_map(
+        lambda w: lax.all_gather(w, "a", axis_index_groups=[[0]]),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )(w).sum()
+
+
 # name on the page -> a function, and what is said of it
 ROWS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "svd": (lambda w: jnp.linalg.svd(w, compute_uv=False).sum(), r"svd \(test_refused.py:\d+\): an unknown primitive"),
@@ -42,6 +54,7 @@ ROWS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda w: lax.while_loop(lambda x: x.sum() < 9, lambda x: x * 2 + 1, w).sum(),
         r"while \(.*: a loop whose number of trips depends on data; give it a bound",
     ),
+    "axis_index_groups": (grouped, r"shard_map \(.*: a collective in it that JAX cannot map over blocks"),
     "poisson": (lambda w: jax.random.poisson(jax.random.key(0), w * w).sum() * 1.0, r"while \(.*depends on data"),
     "pure_callback": (
         lambda w: jax.pure_callback(np.sin, jax.ShapeDtypeStruct(W.shape, W.dtype), w).sum(),
