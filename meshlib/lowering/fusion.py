@@ -239,8 +239,9 @@ class _RowJoiner:
         read = [x for i in group for x in i.inputs if x in self.maker]
         last = max((self.maker[x][0] for x in read), default=-1)
         place = max((self.sums[x] for x in read if x in self.sums), default=-1)
-        self.sums.update((x, len(self.joined)) for x in read if x not in self.sums)
-        return place if place > last else None
+        joins = place > last
+        self.sums.update((x, place if joins else len(self.joined)) for x in read if x not in self.sums)
+        return place if joins else None
 
     def _streamed_at(self, group: Sequence[Instruction]) -> int | None:
         """The product kernel of a group's last operand, if any."""

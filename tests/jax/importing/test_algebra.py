@@ -91,6 +91,14 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         ),
         (Z, X),
     ),
+    "complex recurrence": (  # whose gradients have many sums over the split rows
+        lambda v, x: jnp.abs(
+            lax.associative_scan(
+                lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (jnp.broadcast_to(v[0], x.shape), x + 0j)
+            )[1]
+        ).sum(),
+        (Z, np.concatenate([X, X[:2]])),
+    ),
     "wrap and clip": (
         lambda w, x, i: (
             jnp.take(x, i, axis=0, mode="wrap").sum() * 0.1
@@ -105,7 +113,11 @@ LAYOUTS = [("m:3", "a:m?"), ("m:2", "b:m;r:m?"), ("m:2;n:2", "c:m;r:n")]
 
 
 @pytest.mark.parametrize(
-    "name", some([*CASES], ["solve with pivots", "grouped product", "complex functions", "qr", "subtracted rows"])
+    "name",
+    some(
+        [*CASES],
+        ["solve with pivots", "grouped product", "complex functions", "qr", "subtracted rows", "complex recurrence"],
+    ),
 )
 def test_as_jax(name: str) -> None:
     function, args = CASES[name]
