@@ -125,9 +125,7 @@ class Keyed:
 
     def _add_draw(self, step: CodeStep, identity: int, levels: Sequence[Level]) -> bool:
         """Record the draws of a step; False where they may repeat others with the same keys."""
-        # Parts of a differentiated function may contain the bits of a distribution without its name.
         keys = [x for x in step.ins if x.key]
-        bits = (step.params.get("bit_width", 32), step.outs[0].shape)
         loops = [n for n, level in enumerate(levels) if level.trips > 1]
         deciding = frozenset[int]().union(*map(self.forms.levels, keys))
         around = tuple([levels[n].trips for n in loops if n in deciding])
@@ -135,21 +133,27 @@ class Keyed:
         if constant_over:
             step.params = {**step.params, "constant_over": constant_over}
         first, like = self.first.setdefault(identity, (step, around))
-        if first is not step and around == like:
-            first.params = {**first.params, "stream": f"key {identity}"}
-            step.params = {**step.params, "stream": f"key {identity}"}
-            return True
+        if first is step or around != like:
+            return self._add_keys(step, keys)
+        for draw in (first, step):
+            draw.params = {**draw.params, "stream": f"key {identity}"}
+        return True
+
+    def _add_keys(self, step: CodeStep, keys: Sequence[Var]) -> bool:
+        """Record the keys of a draw; False, and nothing recorded, if others with these numbers may have been drawn."""
+        # Parts of a differentiated function may contain the bits of a distribution without its name.
+        bits = (step.params.get("bit_width", 32), step.outs[0].shape)
         whats, numbers = self.forms.of(keys)
         equal, alike = (*bits, *map(self.identity, keys)), ("alike", *bits, *whats)
         draws, others = self.drawn.get(equal, frozenset()), self.drawn.get(alike, frozenset())
         own, varying = Draw(step.kind), Draw(step.kind, numbers)
-        if any(own.repeats(d) for d in draws):
-            return False
-        if any(varying.repeats(d) for d in others if d.numbers != numbers):
-            return False
         lines = self.lines.setdefault(bits, [])
         ancestors = [a for a in map(self.forms.ancestors, keys) if a is not None]
-        if any(own.repeats(draw) and a.may_meet(b) for a in ancestors for draw, b in lines):
+        if (
+            any(own.repeats(d) for d in draws)
+            or any(varying.repeats(d) for d in others if d.numbers != numbers)
+            or any(own.repeats(draw) and a.may_meet(b) for a in ancestors for draw, b in lines)
+        ):
             return False
         lines += [(own, a) for a in ancestors]
         self.drawn[equal], self.drawn[alike] = draws | {own}, others | {varying}
