@@ -183,9 +183,9 @@ if _TYPE_CHECKING:
     from meshlib.ops.movement.shape import rename_dimension as rename_dimension
     from meshlib.ops.movement.shape import replace_dimensions as replace_dimensions
     from meshlib.ops.movement.shape import reshape as reshape
+    from meshlib.ops.movement.shape import stack as stack
     from meshlib.ops.movement.shape import transpose as transpose
-    from meshlib.ops.movement.stacking import stack as stack
-    from meshlib.ops.movement.stacking import unstack as unstack
+    from meshlib.ops.movement.shape import unstack as unstack
     from meshlib.ops.pointwise.activations import elu as elu
     from meshlib.ops.pointwise.activations import gelu as gelu
     from meshlib.ops.pointwise.activations import leaky_relu as leaky_relu

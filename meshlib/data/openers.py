@@ -21,8 +21,7 @@ from meshlib.data.pipeline import Data
 from meshlib.data.sources import Arrays, Decode, Folder, Records, TextLines
 from meshlib.records.example import BYTES_LIST, FLOAT_LIST, Decoder, Value, packed_rows
 from meshlib.records.framing import checked_on_fault
-from meshlib.records.idx import read_idx
-from meshlib.records.images import read_image
+from meshlib.records.images import read_idx, read_image
 from meshlib.records.sets import Paths, files_of
 
 KINDS = ("image", "bytes", "text")

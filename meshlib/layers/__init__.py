@@ -48,11 +48,11 @@ if _TYPE_CHECKING:
     from meshlib.layers.norms import rms_norm as rms_norm
     from meshlib.layers.norms import spectral_norm as spectral_norm
     from meshlib.layers.norms import us_einsum as us_einsum
-    from meshlib.layers.pipeline_layers import split_layers as split_layers
-    from meshlib.layers.pipeline_layers import stage_layers as stage_layers
     from meshlib.layers.pipeline_schedule import schedule as schedule
     from meshlib.layers.pipeline_steps import pipeline_training_step as pipeline_training_step
     from meshlib.layers.pipelines import pipeline as pipeline
+    from meshlib.layers.pipelines import split_layers as split_layers
+    from meshlib.layers.pipelines import stage_layers as stage_layers
     from meshlib.layers.positions import RotaryScaling as RotaryScaling
     from meshlib.layers.positions import learned_positions as learned_positions
     from meshlib.layers.positions import relative_position_bias as relative_position_bias

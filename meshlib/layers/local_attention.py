@@ -15,13 +15,12 @@ from meshlib.core.dtypes import INT32
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, find_dim, scope
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
-from meshlib.ops.building import as_dim, tensor
+from meshlib.ops.building import as_dim, size_of, tensor
 from meshlib.ops.fused_attention.attention import attention
 from meshlib.ops.movement.indexing import range as positions_of
 from meshlib.ops.movement.runs import halo_exchange, left_halo_exchange
 from meshlib.ops.movement.shape import rename_dimension, replace_dimensions, transpose
 from meshlib.ops.pointwise.arithmetic import equal, greater, greater_equal, less, less_equal, logical_and, logical_or
-from meshlib.ops.rules import size_of
 
 QUERIES, KEYS = "query_block_length", "memory_block_length"
 

@@ -19,9 +19,9 @@ from meshlib.core.loop_record import LoopBody
 from meshlib.core.opdef import RESIDENT
 from meshlib.core.replay import all_operations, needed, replay
 from meshlib.core.text import free_name
-from meshlib.layers.pipeline_layers import loads_of
 from meshlib.layers.pipeline_task_schedule import BACKWARD, FORWARD, WEIGHTS
 from meshlib.layers.pipeline_ticks import FIRST, FIRST_BACKWARD, LOSS, WHAT, CutFeatures, SlotBuffer, Ticks
+from meshlib.layers.pipelines import loads_of
 from meshlib.ops.building import tensor
 from meshlib.ops.control.branches import BranchResults, branch, inner_carry
 from meshlib.ops.control.deferred import Deferred, deferred, separate_weights

@@ -14,8 +14,7 @@ from meshlib.core.graph import BACKWARD, FORWARD, Operation, Tensor
 from meshlib.core.opdef import Factor, Halo, Role
 from meshlib.lowering.assigned import Homes
 from meshlib.lowering.simplification import Simplified
-from meshlib.program.exchanges import RUNS
-from meshlib.program.halo_margins import Margin, Split, keeps_margins, needed_margins, takes_margins
+from meshlib.program.exchanges import RUNS, Margin, Split, keeps_margins, needed_margins, takes_margins
 from meshlib.program.signature import Signatures
 
 Near: TypeAlias = frozenset[tuple[int, str]]  # (operand, dim) pairs whose halo another shift provides

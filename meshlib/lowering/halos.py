@@ -21,8 +21,8 @@ from meshlib.core.opdef import Factor, Work
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.expected_halos import phase
 from meshlib.lowering.passes import remove_dead_code
-from meshlib.program.exchanges import RUNS
-from meshlib.program.halo_margins import (
+from meshlib.program.exchanges import (
+    RUNS,
     Margin,
     fits,
     given_away,

@@ -11,9 +11,16 @@ from layouts.plan import Step
 from layouts.step_kinds import COLLECTIVE_PERMUTE, SLICE, STEP_KINDS
 from meshlib.core.errors import ProgramError
 from meshlib.core.opdef import Factor, Linear, Role
-from meshlib.program.exchanges import plan_exchanges
+from meshlib.program.exchanges import (
+    fits,
+    given_away,
+    keeps_margins,
+    needed_margins,
+    plan_exchanges,
+    row_size,
+    takes_margins,
+)
 from meshlib.program.factor_shardings import beside, derive
-from meshlib.program.halo_margins import fits, given_away, keeps_margins, needed_margins, row_size, takes_margins
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value, Widen
 from meshlib.program.records import Program
 from meshlib.program.signature import Signature, Signatures

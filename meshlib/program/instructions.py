@@ -19,8 +19,7 @@ from layouts.step_kinds import STEP_KINDS, StepKind
 from meshlib.core.graph import Operation, Tensor, TensorType
 from meshlib.core.loop_record import LoopRecord
 from meshlib.core.opdef import Work
-from meshlib.program.exchanges import Exchange, busiest_bytes
-from meshlib.program.halo_margins import Margin
+from meshlib.program.exchanges import Exchange, Margin, busiest_bytes
 
 if TYPE_CHECKING:
     from meshlib.program.analysis.buffers import Buffer, MemoryPlan

@@ -9,7 +9,7 @@ if _TYPE_CHECKING:
     from meshlib.records.example import encode as encode
     from meshlib.records.framing import Fault as Fault
     from meshlib.records.framing import read as read
-    from meshlib.records.idx import read_idx as read_idx
+    from meshlib.records.images import read_idx as read_idx
     from meshlib.records.sets import files_of as files_of
     from meshlib.records.writing import Writer as Writer
     from meshlib.records.writing import write as write

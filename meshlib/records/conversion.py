@@ -27,8 +27,7 @@ import numpy as np
 from meshlib.core.errors import DataError, nearest
 from meshlib.core.files import lines_of, open_file
 from meshlib.records.example import encode
-from meshlib.records.idx import read_idx
-from meshlib.records.images import IMAGE_ENDINGS, MOST_BYTES, read_image
+from meshlib.records.images import IMAGE_ENDINGS, MOST_BYTES, read_idx, read_image
 from meshlib.records.writing import Writer
 
 Features = dict[str, Any]

@@ -28,8 +28,7 @@ from meshlib.models.config import TransformerConfig
 from meshlib.models.images.resnet import ResNetConfig
 from meshlib.models.images.vit import ViTConfig
 from meshlib.sharing.manifests import FORMAT, MODEL, OWN_SHARDS, VARIABLES, VERSION, VOCABULARY
-from meshlib.sharing.pictures import ImageInput
-from meshlib.sharing.programs import Build, Config, as_json, forward_program, kind_of, values_of
+from meshlib.sharing.programs import Build, Config, ImageInput, as_json, forward_program, kind_of, values_of
 from meshlib.simulation import Simulation, simulate
 from meshlib.storage.checkpoint import write_state
 

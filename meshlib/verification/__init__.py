@@ -14,8 +14,7 @@ from meshlib.core.graph import Operation
 from meshlib.lowering.session import Session, fetched_outputs
 from meshlib.lowering.simplification import simplify
 from meshlib.ops.control.state import assigned
-from meshlib.verification.candidates import legal_layouts
-from meshlib.verification.feeds import Borrowed, all_gradients
+from meshlib.verification.candidates import Borrowed, all_gradients, legal_layouts
 from meshlib.verification.job import Job
 from meshlib.verification.report import Divergence, LayoutRow, Verification
 

@@ -19,7 +19,7 @@ from meshlib.program.instructions import Compute, Instruction, Move, Resident, V
 from meshlib.program.records import Program
 from meshlib.simulation.exact import Blocks, run_exact
 from meshlib.simulation.fast import FastExecutor
-from meshlib.verification.feeds import draw_feeds, initial_state
+from meshlib.verification.candidates import draw_feeds, initial_state
 from meshlib.verification.report import Divergence, LayoutRow
 from meshlib.verification.rounding import SAFETY, SAMPLES, Key, TripCounts, Wide, accumulated, difference, largest
 

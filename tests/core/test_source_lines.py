@@ -22,7 +22,7 @@ import meshlib as mtf
 from meshlib.core import source_lines
 from meshlib.core.graph import Operation, absolute_scope
 from meshlib.core.source_lines import source_line, written_at
-from meshlib.verification.feeds import all_gradients
+from meshlib.verification.candidates import all_gradients
 from tests.paths import ROOT
 
 D, E = mtf.Dimension("d", 4), mtf.Dimension("e", 6)

@@ -22,8 +22,7 @@ from meshlib.core.graph import TensorType
 from meshlib.core.opdef import OPERATIONS, Kind, operation
 from meshlib.jax.rows.sources import _positions
 from meshlib.jax.table import ROWS, row
-from meshlib.ops.building import build
-from meshlib.ops.rules import named_factors, not_differentiable, vector_work
+from meshlib.ops.building import build, named_factors, not_differentiable, vector_work
 from tests.jax.lowered import in_program, in_text
 from tests.jax.models import mlp, mlp_feeds, transformer
 from tests.paths import ROOT

@@ -12,7 +12,7 @@ import meshlib as mtf
 from meshlib.lowering import one_layout
 from meshlib.lowering.halos import share_halos
 from meshlib.program.checker import check_program
-from meshlib.program.halo_margins import Margin, needed_margins
+from meshlib.program.exchanges import Margin, needed_margins
 from meshlib.program.instructions import Commit, Compute, Instruction, Value, Widen
 from meshlib.program.records import Program
 from tests.effort import draws

@@ -28,8 +28,8 @@ from meshlib.core.opdef import (
     Summary,
     Total,
 )
+from meshlib.ops.building import named_factors
 from meshlib.ops.pointwise.cumulative import linear_recurrence
-from meshlib.ops.rules import named_factors
 from tests.cases import Array
 from tests.effort import each
 from tests.ops.traits import kinds, numbers, roles, samples

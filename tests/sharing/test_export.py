@@ -12,8 +12,7 @@ import pytest
 
 import meshlib as mtf
 from meshlib.records.images import read_image
-from meshlib.sharing.pictures import pixels_of
-from meshlib.sharing.programs import variables_of
+from meshlib.sharing.programs import pixels_of, variables_of
 
 D = mtf.Dimension
 WORDS = mtf.BytePairs.learn("to be, or not to be: that is the question\n" * 2, 280)

@@ -24,7 +24,7 @@ exact = importlib.import_module("meshlib.simulation.exact")
 fast = importlib.import_module("meshlib.simulation.fast")
 lowering = importlib.import_module("meshlib.lowering.one_layout")
 verification = importlib.import_module("meshlib.verification")
-feeds = importlib.import_module("meshlib.verification.feeds")
+feeds = importlib.import_module("meshlib.verification.candidates")
 rounding = importlib.import_module("meshlib.verification.rounding")
 
 BATCH, INNER, HIDDEN, CLASSES = (mtf.Dimension(*d) for d in (("batch", 8), ("inner", 6), ("hidden", 4), ("classes", 6)))

@@ -18,8 +18,7 @@ from meshlib.jax.importing.table import RULES, give, rule, same_axes
 from meshlib.jax.importing.writing import StepWriter, renamed
 from meshlib.ops.movement.dynamic_slices import dynamic_slice, update_slice
 from meshlib.ops.movement.runs import concat, pad, slice, strided_slice
-from meshlib.ops.movement.shape import broadcast, reshape, transpose
-from meshlib.ops.movement.stacking import stack
+from meshlib.ops.movement.shape import broadcast, reshape, stack, transpose
 from meshlib.ops.pointwise.arithmetic import maximum, minimum
 from meshlib.ops.pointwise.casts import cast
 

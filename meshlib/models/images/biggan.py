@@ -26,8 +26,7 @@ from meshlib.ops.images.pooling import pool
 from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.rearrange import repeat
 from meshlib.ops.movement.runs import concat, split
-from meshlib.ops.movement.shape import rename_dimension
-from meshlib.ops.movement.stacking import stack, unstack
+from meshlib.ops.movement.shape import rename_dimension, stack, unstack
 from meshlib.ops.pointwise.arithmetic import floor, relu, tanh
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.random import random_normal, random_uniform

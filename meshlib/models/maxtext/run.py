@@ -19,10 +19,9 @@ from meshlib.lowering import Session
 from meshlib.models.config import TransformerConfig
 from meshlib.models.maxtext.kernels import chip_of
 from meshlib.models.maxtext.keys import PARTS
-from meshlib.models.maxtext.mesh import AxisSizes, axes_of
 from meshlib.models.maxtext.model import FLOATS, config_of, looks_up_biases, noise_bytes
 from meshlib.models.maxtext.remat import remat_of
-from meshlib.models.maxtext.rules import Translation, translated
+from meshlib.models.maxtext.rules import AxisSizes, Translation, axes_of, translated
 from meshlib.models.maxtext.settings import OVERRIDES, WHAT, Settings, settings_of
 from meshlib.models.maxtext.unread import Unread, unread_keys
 from meshlib.models.stages import Pipeline

@@ -30,8 +30,7 @@ from meshlib.core.opdef import (
     Work,
     operation,
 )
-from meshlib.ops.building import as_dims, build, tensor
-from meshlib.ops.rules import mxu_passes, reducing_factors, same_dtype, union
+from meshlib.ops.building import as_dims, build, mxu_passes, reducing_factors, same_dtype, tensor, union
 
 Names = tuple[str, ...]
 

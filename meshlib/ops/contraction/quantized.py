@@ -20,7 +20,7 @@ from meshlib.core.dtypes import BFLOAT16, BOOL, FLOAT32, as_dtype
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType
 from meshlib.core.opdef import Array, Block, Kind, Work, operation
-from meshlib.ops.building import as_dims, build, floats, tensor
+from meshlib.ops.building import align, as_dims, build, floats, reducing_factors, tensor
 from meshlib.ops.contraction.einsum import EIGHT_BIT, EINSUM, product_of, product_of_blocks, sides_of
 from meshlib.ops.contraction.ragged import RAGGED_DOT, checked_operands, filled_share, product_by_name, segments
 from meshlib.ops.control.state import stop_gradient
@@ -30,7 +30,6 @@ from meshlib.ops.pointwise.arithmetic import round as round_to_whole
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.cumulative import cumsum
 from meshlib.ops.pointwise.reductions import reduce_max
-from meshlib.ops.rules import align, reducing_factors
 
 
 def _local(block: Block, a: Array, b: Array, *scales: Array) -> Array:

@@ -22,12 +22,11 @@ from meshlib.core.engine import Engine
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType
 from meshlib.core.opdef import Array, Block, Kind, Linear, Product, Work, operation
-from meshlib.ops.building import as_dim, as_dims, build, tensor
+from meshlib.ops.building import as_dim, as_dims, build, mxu_passes, reducing_factors, same_dtype, tensor
 from meshlib.ops.contraction.einsum import Names, matmul_plan
 from meshlib.ops.pointwise.arithmetic import subtract
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.cumulative import cumsum
-from meshlib.ops.rules import mxu_passes, reducing_factors, same_dtype
 
 PRECISIONS = ("default", "highest")
 # Row tile of the kernel: AI-Hypercomputer/maxtext src/maxtext/configs/types.py, wi_tile_fwd_batch_seq.

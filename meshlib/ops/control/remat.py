@@ -17,8 +17,7 @@ from meshlib.core.arguments import at, choice, flag, items
 from meshlib.core.errors import GraphError, nearest
 from meshlib.core.graph import Operation, Tensor, absolute_scope
 from meshlib.core.opdef import MOST_OPS, RESIDENT, THROUGH, Array, Block, Home, Kind, Linear, OpDef, operation
-from meshlib.ops.building import build
-from meshlib.ops.rules import named_factors, no_work
+from meshlib.ops.building import build, named_factors, no_work
 
 
 def _local(block: Block, x: Array) -> Array:

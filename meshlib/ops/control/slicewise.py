@@ -13,8 +13,7 @@ from meshlib.core.dtypes import as_dtype
 from meshlib.core.errors import GraphError, ProgramError, ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType
 from meshlib.core.opdef import Array, Block, Factor, Kind, Linear, Role, Storage, Work, operation
-from meshlib.ops.building import as_dims, build, tensor
-from meshlib.ops.rules import named_factors, no_work, union
+from meshlib.ops.building import as_dims, build, named_factors, no_work, tensor, union
 
 
 def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:

@@ -28,9 +28,8 @@ from meshlib.core.graph import (
 from meshlib.core.opdef import Array, Block, Kind, OpDef, PowerProduct, Storage, Work, operation
 from meshlib.core.source_lines import source_line
 from meshlib.core.text import relative_name
-from meshlib.ops.building import as_dims, build_source, tensor
+from meshlib.ops.building import as_dims, build_source, named_factors, no_work, tensor, vector_work
 from meshlib.ops.movement.tables import TABLE, table
-from meshlib.ops.rules import named_factors, no_work, vector_work
 
 STEP = "step"
 

@@ -10,9 +10,8 @@ from meshlib.core.arguments import at
 from meshlib.core.errors import GraphError, ShapeError, nearest
 from meshlib.core.graph import UPDATE, Operation, Tensor, region
 from meshlib.core.opdef import NONLINEAR, GradRule, Home, Kind, Linear, OpDef, Storage, operation
-from meshlib.ops.building import build, tensor
+from meshlib.ops.building import build, named_factors, no_work, not_differentiable, tensor
 from meshlib.ops.control.remat import FROM_HOST
-from meshlib.ops.rules import named_factors, no_work, not_differentiable
 
 
 def _define(name: str, grad: GradRule, linear: Linear, kind: Kind = Kind.VIEW, **traits: Any) -> OpDef:

@@ -28,7 +28,7 @@ from meshlib.core.dtypes import BOOL, INT32
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.core.opdef import TRANSCENDENTAL_OPS, Factor, Kind, Linear, Role, ScoreProducts, Work, operation, variant
-from meshlib.ops.building import build, build_all, tensor
+from meshlib.ops.building import build, build_all, named_factors, same_dtype, tensor, union
 from meshlib.ops.contraction.einsum import einsum
 from meshlib.ops.control.state import stop_gradient
 from meshlib.ops.fused_attention.kernel import local_grad_memory, local_grad_query, local_result, seen_keys
@@ -46,7 +46,6 @@ from meshlib.ops.movement.indexing import range as positions
 from meshlib.ops.pointwise.arithmetic import equal, exp, greater_equal, less, logical_and, where
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.reductions import reduce_max, reduce_sum
-from meshlib.ops.rules import named_factors, same_dtype, union
 
 # length, memory_length, key_dim, value_dim, as attributes
 Dims = tuple[Dimension | str, Dimension | str, Dimension | str, Dimension | str | None]

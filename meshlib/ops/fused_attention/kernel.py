@@ -17,7 +17,7 @@ from meshlib.core.arrays import Cut, cuts
 from meshlib.core.dtypes import BOOL, INT32
 from meshlib.core.graph import TensorType
 from meshlib.core.opdef import Array, Block, Halo
-from meshlib.ops.rules import align
+from meshlib.ops.building import align
 
 # Scores computed at once: element-wise work on them stays in the second-level cache.
 _CHUNK = 1 << 17

@@ -11,9 +11,8 @@ from layouts import Dimension
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, TensorType, find_dim
 from meshlib.core.opdef import Array, Block, Kind, Linear, Role, operation
-from meshlib.ops.building import build, tensor
+from meshlib.ops.building import build, named_factors, tensor, vector_work
 from meshlib.ops.pointwise.arithmetic import negative
-from meshlib.ops.rules import named_factors, vector_work
 
 
 def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:

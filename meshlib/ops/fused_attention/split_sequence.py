@@ -18,8 +18,8 @@ from layouts import Shape
 from meshlib.core.dtypes import FLOAT32, FLOAT64
 from meshlib.core.graph import Operation, TensorType
 from meshlib.core.opdef import Array, Block, Factor, Halo, Role, Summary
+from meshlib.ops.building import named_factors
 from meshlib.ops.fused_attention.kernel import LocalAttention, gradients, local_grad_memory, put, result
-from meshlib.ops.rules import named_factors
 
 # ---------------------------------------------------------------- keys split over devices
 

@@ -22,10 +22,9 @@ from layouts import Shape
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType
 from meshlib.core.opdef import Array, Block, Factor, Halo, Kind, Linear, Product, Role, Work, operation
-from meshlib.ops.building import build
+from meshlib.ops.building import build, mxu_passes, named_factors, same_dtype
 from meshlib.ops.images.convolution_kernel import Classes, convolved
 from meshlib.ops.images.sliding import Range, SlidingDims, pairs
-from meshlib.ops.rules import mxu_passes, named_factors, same_dtype
 
 
 def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:

@@ -26,9 +26,8 @@ from meshlib.core.dtypes import BOOL, INT8, INT32
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType
 from meshlib.core.opdef import Array, Block, Factor, Halo, Kind, Linear, Role, Work, operation
-from meshlib.ops.building import build
+from meshlib.ops.building import build, named_factors, not_differentiable
 from meshlib.ops.images.sliding import Range, Slide
-from meshlib.ops.rules import named_factors, not_differentiable
 
 Slides = tuple[tuple[str, Slide], ...]  # per sliding dim; `first` is its elements, `out` the windows
 

@@ -17,9 +17,8 @@ from meshlib.core.arguments import at, choice, whole
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType
 from meshlib.core.opdef import Array, Block, Factor, Halo, Kind, Linear, Role, Work, operation
-from meshlib.ops.building import build, floats
+from meshlib.ops.building import build, floats, named_factors
 from meshlib.ops.images.sliding import Range, dims_of
-from meshlib.ops.rules import named_factors
 
 METHODS = ("nearest", "bilinear")
 Taps = tuple[Array, Array]  # indices and weights, [result, taps]; taps of weight 0 have any nearby index

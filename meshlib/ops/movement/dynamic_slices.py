@@ -18,12 +18,11 @@ from meshlib.core.dtypes import INT32
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.core.opdef import Array, Block, Kind, Linear, Role, Work, operation, variant
-from meshlib.ops.building import as_tensor, build, tensor
+from meshlib.ops.building import as_tensor, build, named_factors, tensor, union
 from meshlib.ops.control.sources import constant_full, constant_like
 from meshlib.ops.movement.indexing import check_indices, gather
 from meshlib.ops.movement.indexing import range as positions
 from meshlib.ops.movement.shape import rename_dimension, transpose
-from meshlib.ops.rules import named_factors, union
 
 
 def written_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:

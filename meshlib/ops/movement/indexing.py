@@ -19,8 +19,20 @@ from meshlib.core.dtypes import BOOL, INT32, as_dtype
 from meshlib.core.errors import FeedError, ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType, current_graph, find_dim
 from meshlib.core.opdef import NONLINEAR, Array, Block, Factor, Kind, Linear, Role, Work, operation
-from meshlib.ops.building import as_dim, as_dims, build, build_source, tensor
-from meshlib.ops.rules import align, check_adds, named_factors, not_differentiable, reducing_factors, union, vector_work
+from meshlib.ops.building import (
+    align,
+    as_dim,
+    as_dims,
+    build,
+    build_source,
+    check_adds,
+    named_factors,
+    not_differentiable,
+    reducing_factors,
+    tensor,
+    union,
+    vector_work,
+)
 
 _OUT_OF_RANGE = ("error", "zero")
 

@@ -19,12 +19,11 @@ from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.core.laid_dims import size_of
 from meshlib.core.opdef import Array, Block, Factor, Kind, Role, Summary, Work, operation
-from meshlib.ops.building import build, build_all, tensor
+from meshlib.ops.building import build, build_all, named_factors, not_differentiable, tensor
 from meshlib.ops.control.sources import constant_like
 from meshlib.ops.movement.indexing import gather, scatter_add
 from meshlib.ops.movement.shape import rename_dimension, reshape, transpose
 from meshlib.ops.pointwise.arithmetic import negative
-from meshlib.ops.rules import named_factors, not_differentiable
 
 
 def _descending_order(x: Array, axis: int) -> Array:

@@ -20,10 +20,9 @@ from meshlib.core.dtypes import BOOL
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.core.opdef import Array, Block, Factor, Halo, Kind, Linear, OpDef, Role, Storage, operation
-from meshlib.ops.building import build, tensor
+from meshlib.ops.building import build, named_factors, same_dtype, tensor, vector_work
 from meshlib.ops.control.sources import is_zero
 from meshlib.ops.movement.shape import reshape
-from meshlib.ops.rules import named_factors, same_dtype, vector_work
 
 
 def _roles(op: Operation) -> tuple[Factor, ...]:

@@ -14,8 +14,7 @@ from meshlib.core.errors import ShapeError
 from meshlib.core.garbage import held
 from meshlib.core.graph import Graph, Tensor, TensorType
 from meshlib.core.opdef import Array, Block, Kind, operation
-from meshlib.ops.building import build_source
-from meshlib.ops.rules import named_factors, vector_work
+from meshlib.ops.building import build_source, named_factors, vector_work
 
 # A table is part of the program and on every device; larger arrays should be inputs or variables.
 LARGEST_BYTES = 16 * 2**20

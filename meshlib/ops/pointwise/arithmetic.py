@@ -16,7 +16,7 @@ from meshlib.core.dtypes import BOOL
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType
 from meshlib.core.opdef import TRANSCENDENTAL_OPS, Array, Combination, Linear, OpDef, PowerProduct, ShapeRule
-from meshlib.ops.building import as_tensor, build, tensor
+from meshlib.ops.building import as_tensor, build, not_differentiable, same_dtype, tensor, union
 from meshlib.ops.pointwise.elementwise import (
     ANY,
     COMPARED,
@@ -35,7 +35,6 @@ from meshlib.ops.pointwise.elementwise import (
     described,
     reduce_to,
 )
-from meshlib.ops.rules import not_differentiable, same_dtype, union
 
 
 def unary(

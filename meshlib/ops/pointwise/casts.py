@@ -10,9 +10,8 @@ from meshlib.core.dtypes import FLOAT32, INT32, as_dtype
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType
 from meshlib.core.opdef import NONLINEAR, Array, Block, Home, Linear
-from meshlib.ops.building import build, tensor
+from meshlib.ops.building import build, not_differentiable, tensor
 from meshlib.ops.pointwise.elementwise import define
-from meshlib.ops.rules import not_differentiable
 
 
 def _cast_linear(op: Operation) -> Linear:

@@ -16,11 +16,10 @@ from meshlib.core.arguments import flag
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.core.opdef import Array, Block, Factor, Kind, Linear, Role, Summary, Work, operation
-from meshlib.ops.building import build, tensor
+from meshlib.ops.building import build, check_adds, named_factors, tensor, vector_work
 from meshlib.ops.movement.indexing import range as positions
 from meshlib.ops.movement.runs import shift
 from meshlib.ops.pointwise.arithmetic import equal, where
-from meshlib.ops.rules import check_adds, named_factors, vector_work
 
 
 def _roles(op: Operation) -> tuple[Factor, ...]:

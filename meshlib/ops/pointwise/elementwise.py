@@ -12,7 +12,7 @@ from meshlib.core.dtypes import BOOL, INT32, DType
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, TensorType
 from meshlib.core.opdef import EVERY, Array, Block, GradRule, Kind, OpDef, ShapeRule, Work, operation
-from meshlib.ops.rules import align, named_factors, same_dtype, union
+from meshlib.ops.building import align, named_factors, same_dtype, union
 
 
 class Unary(Protocol):

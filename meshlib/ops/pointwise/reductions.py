@@ -13,11 +13,19 @@ from meshlib.core.dtypes import BOOL
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.core.opdef import Array, Block, Kind, Linear, OpDef, Role, ShapeRule, Total, Work, operation
-from meshlib.ops.building import as_dims, build, floats, tensor
+from meshlib.ops.building import (
+    as_dims,
+    build,
+    check_adds,
+    floats,
+    not_differentiable,
+    reducing_factors,
+    size_of,
+    tensor,
+)
 from meshlib.ops.control.state import stop_gradient
 from meshlib.ops.pointwise.arithmetic import add, equal, exp, log, multiply, subtract
 from meshlib.ops.pointwise.casts import cast
-from meshlib.ops.rules import check_adds, not_differentiable, reducing_factors, size_of
 
 
 def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:

@@ -9,7 +9,7 @@ from typing import Any
 from meshlib.core.graph import Operation, TensorType
 from meshlib.core.opdef import ON_MXU, Work
 from meshlib.ops.contraction.einsum import EIGHT_BIT
-from meshlib.program.halo_margins import Margin
+from meshlib.program.exchanges import Margin
 from meshlib.program.instructions import Compute, Instruction, Value
 from meshlib.program.records import Program
 
