@@ -1,4 +1,4 @@
-"""Fixed-size batches from arrays in memory, in an order determined by seed and epoch alone.
+"""Fixed-size batches from arrays in memory, in an order determined by seed and epoch alone: a view of `mtf.data`.
 
 The order of epoch e under seed s sorts the examples by the raw 64-bit words of NumPy's Philox generator (4x64, ten
 rounds) with key (s, e) and counter 0: word i belongs to example i, ties go to the lower index. NumPy guarantees the
@@ -7,24 +7,20 @@ raw words of a bit generator across versions, unlike `Generator.permutation`, so
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshlib.core.arguments import examples_of
 from meshlib.core.errors import FeedError, nearest
-from meshlib.data.feed import Ahead
-from meshlib.data.order import Order
+from meshlib.data.batching import Batch, Batching
+from meshlib.data.pipeline import REMAINDERS, Data
+from meshlib.data.sources import Arrays
 
 __all__ = ["Batches", "Position"]
 
 Array = np.ndarray[Any, Any]
-Batch = dict[str, Array]
-REMAINDERS = ("drop", "pad")
 
 
 class Position(NamedTuple):
@@ -74,134 +70,69 @@ class Batches(Iterator[Batch]):
         mask: str = "mask",
     ) -> None:
         _check(arrays, batch_size, remainder, shuffle_seed, epochs, prefetch, mask)
-        seed = None if shuffle_seed is None else int(shuffle_seed)
-        pad_name = mask if remainder == "pad" else None
-        self._source = _Source(dict(arrays), int(batch_size), pad_name, seed, epochs)
-        self._prefetch = int(prefetch)
-        self._state = Position(0, 0)
-        self._ahead: Ahead[Batch] | None = None
-        self._stop: weakref.finalize[[], Batches] | None = None
-        self._closed = False
-        self._starting = threading.Lock()  # close() may be called by another thread than the one that waits for a batch
+        self._size = int(batch_size)
+        self._data = Data(
+            Arrays(dict(arrays)),
+            seed=None if shuffle_seed is None else int(shuffle_seed),
+            batching=Batching(self._size, "wrap" if remainder == "pad" else "drop", mask),
+            epochs=None if epochs is None else int(epochs),
+            ahead=int(prefetch),
+        )
+        self._feed = iter(self._data)
 
     @property
     def per_epoch(self) -> int:
         """The number of batches in an epoch."""
-        return self._source.per_epoch
+        return self._data.per_epoch
 
     @property
     def mask(self) -> str | None:
         """The name of the array that is 1 for valid rows; None if batches are not padded."""
-        return self._source.mask
+        return self._data.mask
 
     @property
     def state(self) -> Position:
         """The position of the next batch, for `seek`; prefetched batches don't count."""
-        return self._state
+        epoch, draw = divmod(self._feed.next_draw, len(self._data))
+        batch = draw // self._size
+        return Position(epoch, batch) if batch < self.per_epoch else Position(epoch + 1, 0)
 
     def seek(self, epoch: int, batch: int = 0) -> None:
         """Continue with batch number `batch` of epoch `epoch`.
 
         Raises: FeedError for a position outside the sequence; its end is allowed.
         """
-        position, source = Position(epoch, batch), self._source
+        position, epochs = Position(epoch, batch), self._data.epochs
         faults = [
             f"{name} must be an integer >= 0, got {value!r:.80}"
             for name, value in zip(position._fields, position, strict=True)
             if not _whole(value, 0)
         ]
-        if not faults and batch >= source.per_epoch:
-            faults.append(f"an epoch has batches 0 to {source.per_epoch - 1}, got batch {batch}")
-        if not faults and source.epochs is not None and (epoch, batch) > (source.epochs, 0):
-            faults.append(f"{source.epochs} epochs end at epoch {source.epochs}, batch 0, got {epoch}, {batch}")
+        if not faults and batch >= self.per_epoch:
+            faults.append(f"an epoch has batches 0 to {self.per_epoch - 1}, got batch {batch}")
+        if not faults and epochs is not None and (epoch, batch) > (epochs, 0):
+            faults.append(f"{epochs} epochs end at epoch {epochs}, batch 0, got {epoch}, {batch}")
         if faults:
             raise FeedError(f"Batches.seek: {'; '.join(faults)}")
-        self._end_thread()
-        self._state = Position(int(epoch), int(batch))
+        self._feed.seek(int(epoch) * len(self._data) + int(batch) * self._size)
 
     def close(self) -> None:
         """End the thread, if there is one, and the sequence. Any thread may call it."""
-        with self._starting:
-            self._closed = True
-        self._end_thread()
+        self._feed.close()
 
     def __next__(self) -> Batch:
-        self._check_open()
-        if self._source.ended(self._state):
-            self._end_thread()
-            raise StopIteration
-        batch = self._take() if self._prefetch else self._source.make(self._state)
-        self._state = self._source.after(self._state)
-        if self._source.ended(self._state):
-            self._end_thread()
-        return batch
+        if self._feed.closed:
+            raise FeedError("Batches: closed; create another to continue")
+        try:
+            return next(self._feed)
+        except FeedError:
+            raise FeedError("Batches: closed while a batch was waited for") from None
 
     def __enter__(self) -> Batches:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *fault: object) -> None:
         self.close()
-
-    def _take(self) -> Batch:
-        with self._starting:
-            self._check_open()
-            prefetcher = self._ahead
-            if prefetcher is None:
-                # The thread refers to the source alone, so that this iterator can be collected while it runs.
-                self._ahead = prefetcher = Ahead(self._source.batches(self._state), self._prefetch, "meshlib.Batches")
-                self._stop = weakref.finalize(self, prefetcher.stop)
-        try:
-            return prefetcher.take()
-        except StopIteration:
-            raise FeedError("Batches: closed while a batch was waited for") from None
-        except BaseException:
-            self._end_thread()  # the next call prepares this batch again
-            raise
-
-    def _end_thread(self) -> None:
-        with self._starting:
-            stop = self._stop
-            self._ahead = self._stop = None
-        if stop is not None:
-            stop()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise FeedError("Batches: closed; create another to continue")
-
-
-class _Source:
-    """Creates the batch at a position; has no position itself."""
-
-    def __init__(self, arrays: Batch, batch_size: int, mask: str | None, seed: int | None, epochs: int | None) -> None:
-        self.arrays, self.batch_size, self.mask = arrays, batch_size, mask
-        self.epochs = None if epochs is None else int(epochs)
-        self.examples = len(next(iter(arrays.values())))
-        self.per_epoch = self.examples // batch_size if mask is None else -(-self.examples // batch_size)
-        self.order = Order(self.examples, seed)
-
-    def ended(self, at: Position) -> bool:
-        return self.epochs is not None and at.epoch >= self.epochs
-
-    def after(self, at: Position) -> Position:
-        return Position(at.epoch, at.batch + 1) if at.batch + 1 < self.per_epoch else Position(at.epoch + 1, 0)
-
-    def batches(self, at: Position) -> Iterator[Batch]:
-        """All batches from a position on."""
-        while not self.ended(at):
-            yield self.make(at)
-            at = self.after(at)
-
-    def make(self, at: Position) -> Batch:
-        places = np.arange(at.batch * self.batch_size, (at.batch + 1) * self.batch_size)
-        chosen = places % self.examples
-        if self.order.seed is not None:
-            begin = at.epoch * self.examples
-            chosen = self.order.places(begin, begin + self.examples)[chosen]
-        batch = {name: np.asarray(array[chosen]) for name, array in self.arrays.items()}
-        if self.mask is not None:
-            batch[self.mask] = (places < self.examples).astype(np.float32)
-        return batch
 
 
 def _whole(value: object, least: int) -> bool:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -175,7 +176,8 @@ class Maker(Iterator[PreparedBatch]):
         return ready
 
     def close(self) -> None:
-        self.batches.close()
+        with suppress(ValueError):  # another thread is preparing the last batch
+            self.batches.close()
         if self.pool is not None:
             self.pool.close()
 
@@ -198,14 +200,15 @@ class Maker(Iterator[PreparedBatch]):
             stop = begin + batching.size
             epoch_ends = (begin // self.count + 1) * self.count
             end = min(stop, self.last or stop) if self.data.joined else min(stop, epoch_ends)
-            if end == stop or batching.remainder == "pad":
-                draws = begin + np.arange(batching.size) % (end - begin)
+            if end == stop or batching.remainder != "drop":
+                first = epoch_ends - self.count if batching.remainder == "wrap" and end < stop else begin
+                draws = first + (begin - first + np.arange(batching.size)) % (end - first)
                 draws = draws if self.rows is None else draws[self.rows]
-                places = self.order.places(begin, end)[draws - begin]
+                places = self.order.places(first, end)[draws - first]
                 columns = self.data.source.columns(places) if plain else self._mapped(draws, places, batching)
                 if self.rows is not None:
                     columns = {name: _scatter_rows(x, self.rows, batching.size) for name, x in columns.items()}
-                if batching.remainder == "pad":
+                if batching.remainder != "drop":
                     columns = _with_mask(columns, batching, end - begin)
                 yield self._map_batch(columns, end - begin, IteratorPlace(end, []))
             begin = end

@@ -153,22 +153,26 @@ class Feed(Iterator[Batch]):
         self._maker: Maker | None = None
         self._ahead: Ahead[PreparedBatch] | None = None
         self._end: weakref.finalize[..., Feed] | None = None
-        self._closed = False
+        self.closed = False
+        self._changing = threading.Lock()  # close() may be called by another thread than the one that waits for a batch
         self._rows: NDArray[np.int64] | None = None
 
     def __iter__(self) -> Feed:
         return self
 
     def __next__(self) -> Batch:
-        if self._closed:
-            raise FeedError(f"{at('data')}: closed; iterate over the data again to continue")
-        if self._maker is None:
-            self._begin()
+        with self._changing:
+            if self.closed:
+                raise FeedError(f"{at('data')}: closed; iterate over the data again to continue")
+            maker = self._maker or self._begin()
+            prefetcher = self._ahead
         begun = time.perf_counter()
         try:
-            ready = next(self._maker) if self._ahead is None else self._ahead.take()  # type: ignore[arg-type]
+            ready = next(maker) if prefetcher is None else prefetcher.take()
         except BaseException:
             self._stop()  # the next call prepares this batch again
+            if self.closed:
+                raise FeedError(f"{at('data')}: closed while a batch was waited for") from None
             raise
         self._stats.waited_seconds += time.perf_counter() - begun
         self._stats.examples += ready.examples
@@ -195,6 +199,16 @@ class Feed(Iterator[Batch]):
     def state(self) -> dict[str, Any]:
         """The position, for `restore`: some numbers that can be written as JSON."""
         return {"next": self._place.next, "pending": self._place.pending, **self._identity}
+
+    def seek(self, draw: int) -> None:
+        """Continue with the batch that begins with this draw."""
+        self._stop()
+        self._place = IteratorPlace(draw, [])
+
+    @property
+    def next_draw(self) -> int:
+        """The draw with which the next batch begins."""
+        return self._place.next
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue with the batch that was next when `state()` was called.
@@ -244,8 +258,9 @@ class Feed(Iterator[Batch]):
         return self._stats
 
     def close(self) -> None:
-        """End its threads and the sequence of batches."""
-        self._closed = True
+        """End its threads and the sequence of batches. Any thread may call it."""
+        with self._changing:
+            self.closed = True
         self._stop()
 
     def __enter__(self) -> Feed:
@@ -254,19 +269,21 @@ class Feed(Iterator[Batch]):
     def __exit__(self, *fault: object) -> None:
         self.close()
 
-    def _begin(self) -> None:
+    def _begin(self) -> Maker:
         before = self.stats
         self._maker = maker = Maker(self.data, self._place, self._rows)
         maker.examples, maker.seconds = before.made_examples, before.made_seconds
         # Threads refer to the maker alone, so that this iterator can be collected while they run.
         self._ahead = Ahead(maker, self.data.ahead, "meshlib.data") if self.data.ahead else None
         self._end = weakref.finalize(self, _close, maker, self._ahead)
+        return maker
 
     def _stop(self) -> None:
-        _ = self.stats
-        if self._end is not None:
-            self._end()
-        self._maker = self._ahead = self._end = None
+        with self._changing:
+            _ = self.stats
+            end, self._maker, self._ahead, self._end = self._end, None, None, None
+        if end is not None:
+            end()
 
 
 def _place_of(state: Any) -> IteratorPlace | None:

@@ -220,7 +220,7 @@ class Data:
     @property
     def mask(self) -> str | None:
         """The name of the array that is 1 for valid rows; None if batches are not padded."""
-        return self.batching.mask if self.batching is not None and self.batching.remainder == "pad" else None
+        return self.batching.mask if self.batching is not None and self.batching.remainder != "drop" else None
 
     @property
     def per_epoch(self) -> int:

@@ -19,7 +19,7 @@ from tests.paths import ROOT
 
 
 def threads() -> int:
-    return sum(t.name == "meshlib.Batches" for t in threading.enumerate())
+    return sum(t.name == "meshlib.data" for t in threading.enumerate())
 
 
 @pytest.fixture(autouse=True)
