@@ -38,8 +38,8 @@ class Batching:
     """Options of `Data.batch`.
 
     size       rows of a batch
-    remainder  treatment of an epoch's last rows: "drop", or "pad", with the array `mask`; "wrap": pad with the first rows
-               of the epoch, without maps
+    remainder  treatment of an epoch's last rows: "drop", or "pad", with the array `mask`; "wrap" pads with the first
+               rows of the epoch, without maps
     lengths    padded lengths of the sequence fields; several lengths: buckets with separate batches
     packed     whether several examples share a row
     """

@@ -19,8 +19,8 @@ import numpy as np
 from layouts.parsing import is_iterable
 from meshlib.core.arguments import at, choice, flag, whole
 from meshlib.core.errors import GraphError
+from meshlib.data.batching import SOURCES, TARGETS, Array, Batch, Batching, Drawn, Row
 
-Array = np.ndarray[Any, Any]
 TOO_LONG = ("cut", "skip", "refuse")
 OPEN_ROWS = 32  # open rows tried for a text
 
@@ -108,16 +108,9 @@ def text_to_text(
             raise GraphError(f"{at(what)}: pair {n} must be (source, target), got {pair!r:.80}")
         source, target = (_encoded(vocabulary, text, what, n) for text in pair)
         rows.add(n, {"source": source, "target": [*target, end]})
-    sources = rows.side("source")
-    targets = rows.side("target")
-    return rows.examples(
-        {
-            "sources": sources.tokens,
-            "source_segment_ids": sources.segments,
-            "source_positions": sources.positions,
-            **_shifted(targets, start),
-        }
-    )
+    arrays = rows.arrays()
+    sources = {"sources": arrays["source"], **{name: arrays[name] for name in SOURCES}}
+    return rows.examples({**sources, **_shifted(arrays, start)})
 
 
 def texts_in_rows(
@@ -144,30 +137,17 @@ def texts_in_rows(
     end, start = _end(vocabulary, what), _start(start_token, what)
     for n, text in enumerate(_given(texts, what, "texts")):
         rows.add(n, {"target": [*_encoded(vocabulary, text, what, n), end]})
-    return rows.examples(_shifted(rows.side("target"), start))
+    return rows.examples(_shifted(rows.arrays(), start))
 
 
-@dataclass(frozen=True)
-class _TokenRows:
-    """Tokens of one side in rows."""
-
-    tokens: Array
-    segments: Array
-    positions: Array
-
-
-def _shifted(targets: _TokenRows, start: int) -> dict[str, Array]:
-    """The input tokens: each target's previous token in its text, the start token for the first."""
-    tokens = np.zeros_like(targets.tokens)
-    tokens[:, 1:] = targets.tokens[:, :-1]
-    tokens[(targets.positions == 0) & (targets.segments > 0)] = start
-    tokens[targets.segments == 0] = 0
-    return {
-        "tokens": tokens,
-        "targets": targets.tokens,
-        "segment_ids": targets.segments,
-        "segment_positions": targets.positions,
-    }
+def _shifted(arrays: Batch, start: int) -> dict[str, Array]:
+    """The input tokens: each target's previous token in its text, the start token for the first; and the targets."""
+    targets, segments, positions = (arrays[name] for name in ("target", *TARGETS))
+    tokens = np.zeros_like(targets)
+    tokens[:, 1:] = targets[:, :-1]
+    tokens[(positions == 0) & (segments > 0)] = start
+    tokens[segments == 0] = 0
+    return {"tokens": tokens, "targets": targets, **dict(zip(TARGETS, (segments, positions), strict=True))}
 
 
 class _TextRows:
@@ -180,7 +160,7 @@ class _TextRows:
         small = {side: n for side, n in self.lengths.items() if n < 1}
         if small:
             raise GraphError(f"{at(what)}: lengths must be at least 1, got {small}")
-        self.rows: list[list[dict[str, list[int]]]] = []
+        self.rows: list[Row] = []
         self.open: deque[tuple[int, dict[str, int]]] = deque(maxlen=OPEN_ROWS)  # row number, free space
         self.cut = self.skipped = 0
 
@@ -194,35 +174,29 @@ class _TextRows:
             self.skipped += 1
             return
         self.cut += bool(over)
-        truncated = {side: tokens[: self.lengths[side]] for side, tokens in sides.items()}
+        truncated = Drawn(number, {side: np.array(x[: self.lengths[side]], np.int32) for side, x in sides.items()})
         for row, room in self.open if self.packed else ():
-            if all(len(tokens) <= room[side] for side, tokens in truncated.items()):
+            if all(len(tokens) <= room[side] for side, tokens in truncated.example.items()):
                 self.rows[row].append(truncated)
-                for side, tokens in truncated.items():
+                for side, tokens in truncated.example.items():
                     room[side] -= len(tokens)
                 return
         self.rows.append([truncated])
-        self.open.append((len(self.rows) - 1, {side: n - len(truncated[side]) for side, n in self.lengths.items()}))
+        room = {side: self.lengths[side] - len(tokens) for side, tokens in truncated.example.items()}
+        self.open.append((len(self.rows) - 1, room))
 
-    def side(self, side: str) -> _TokenRows:
-        """One side of all rows as arrays."""
-        shape = (len(self.rows), self.lengths[side])
-        tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
-        for r, row in enumerate(self.rows):
-            begin = 0
-            for n, text in enumerate(row, start=1):
-                stop = begin + len(text[side])
-                tokens[r, begin:stop] = text[side]
-                segments[r, begin:stop] = n
-                positions[r, begin:stop] = np.arange(stop - begin)
-                begin = stop
-        return _TokenRows(tokens, segments, positions)
-
-    def examples(self, arrays: dict[str, Array]) -> TextExamples:
-        """The result for the caller."""
+    def arrays(self) -> Batch:
+        """The tokens of each side, with segment ids and positions."""
         if not self.rows:
             left = f"; {self.skipped} were too long" if self.skipped else ""
             raise GraphError(f"{at(self.what)}: there are no texts{left}")
+        lengths = {side: (n,) for side, n in self.lengths.items()}
+        segments = {"source": SOURCES, "target": TARGETS}
+        batching = Batching(len(self.rows), lengths=lengths, packed=True, segments=segments)
+        return batching.finished(self.rows, len(self.rows))
+
+    def examples(self, arrays: dict[str, Array]) -> TextExamples:
+        """The result for the caller."""
         return TextExamples(arrays, sum(map(len, self.rows)), self.cut, self.skipped)
 
 
