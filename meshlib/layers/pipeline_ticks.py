@@ -21,7 +21,7 @@ from meshlib.ops.control.branches import inner_carry
 from meshlib.ops.control.loops import end_late, late_carry
 from meshlib.ops.movement.dynamic_slices import update_slice
 from meshlib.ops.movement.indexing import gather
-from meshlib.ops.movement.shape import rename_dimension, reshape
+from meshlib.ops.movement.shape import rename_dimension, replace_dimensions
 
 Array = np.ndarray[Any, Any]
 Slots = Mapping[tuple[int, int, int], int]  # microbatch, repeat, stage -> slot
@@ -193,11 +193,11 @@ class CutFeatures:
             raise GraphError(f"{at(WHAT)}: batch_dim must be a Dimension, got {batch!r:.80}")
         micro, parts, others = Dimension(TURN, count), {}, {}
         for name, x in features.items():
-            dims = list(tensor(x, f"{WHAT} feature {name!r}").shape)
+            tensor(x, f"{WHAT} feature {name!r}")
             for taken in (MICROBATCH, TURN, stage.name):
                 if taken in x.shape:
                     raise ShapeError(f"{at(WHAT)}: feature {name!r}, {x}, has a dim '{taken}'; rename it")
-            if batch not in dims:
+            if batch not in x.shape:
                 others[name] = x
                 continue
             if batch.size % count:
@@ -205,8 +205,8 @@ class CutFeatures:
                     f"{at(WHAT)}: {x} can't be cut into {count} equal microbatches: {batch.size} % {count} = "
                     f"{batch.size % count}"
                 )
-            place, small = dims.index(batch), Dimension(batch.name, batch.size // count)
-            cut = reshape(x, [*dims[:place], small, Dimension(MICROBATCH, count), *dims[place + 1 :]])
+            small = Dimension(batch.name, batch.size // count)
+            cut = replace_dimensions(x, batch, [small, Dimension(MICROBATCH, count)])
             parts[name] = rename_dimension(cut, MICROBATCH, TURN)
         if not parts:
             raise GraphError(f"{at(WHAT)}: no feature has the dim {batch}: {', '.join(map(str, features.values()))}")

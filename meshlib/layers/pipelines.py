@@ -35,7 +35,7 @@ from meshlib.ops.control.loops import make_loop, scan, works_table
 from meshlib.ops.control.remat import Policy, Remat, checked_policy
 from meshlib.ops.movement.indexing import gather
 from meshlib.ops.movement.runs import shift
-from meshlib.ops.movement.shape import reshape, transpose
+from meshlib.ops.movement.shape import replace_dimensions, transpose
 from meshlib.ops.movement.tables import table
 from meshlib.ops.pointwise.arithmetic import add, where
 from meshlib.ops.pointwise.casts import cast
@@ -241,10 +241,9 @@ class _MicrobatchCut:
         """A tensor cut into microbatches: [microbatch, ...]."""
         if self.whole is not None and self.small is not None:
             batch = find_dim(t, self.whole, "pipeline")
-            at_dim, dims = t.shape.index(batch.name), list(t.shape)
             if self.micro.name in t.shape:
                 raise ShapeError(f"{at('pipeline')}: {t} has a dim '{self.micro.name}'; rename it")
-            t = reshape(t, [*dims[:at_dim], self.small, self.micro, *dims[at_dim + 1 :]])
+            t = replace_dimensions(t, batch, [self.small, self.micro])
         find_dim(t, self.micro, "pipeline")
         return transpose(t, [self.micro, *(d for d in t.shape if d != self.micro)])
 
@@ -253,7 +252,7 @@ class _MicrobatchCut:
         if self.whole is None or self.small is None:
             return y
         rest = list(y.shape)[2:]
-        return reshape(transpose(y, [self.small, self.micro, *rest]), [self.whole, *rest])
+        return replace_dimensions(transpose(y, [self.small, self.micro, *rest]), [self.small, self.micro], self.whole)
 
 
 class _PipelineLoop:

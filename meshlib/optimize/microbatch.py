@@ -15,7 +15,7 @@ from meshlib.ops.control.loops import while_loop
 from meshlib.ops.control.sources import _constant, scalar
 from meshlib.ops.gradients import gradients
 from meshlib.ops.movement.indexing import gather, range
-from meshlib.ops.movement.shape import broadcast, reshape
+from meshlib.ops.movement.shape import broadcast, replace_dimensions
 from meshlib.ops.pointwise.arithmetic import equal, where
 from meshlib.ops.pointwise.casts import cast
 
@@ -158,18 +158,18 @@ class _Step:
         if self.small not in y.shape:
             return wide(y)
         is_current = equal(range(self.micro), index)
-        shape = _replaced(y.shape, self.small, [self.small, self.micro])
+        shape = replace_dimensions(y.shape, self.small, [self.small, self.micro])
         return where(is_current, broadcast(y, shape), scalar(0, y))
 
     # ------------------------------------------------------------ outside
 
     def _expanded(self, x: Tensor) -> Tensor:
-        return reshape(x, _replaced(x.shape, self.batch, [self.small, self.micro]))
+        return replace_dimensions(x, self.batch, [self.small, self.micro])
 
     def _whole(self, y: Tensor, total: Tensor) -> Tensor:
         """An output of the whole batch from the sum over microbatches."""
         if self.micro in total.shape:
-            total = reshape(total, _replaced(y.shape, self.small, [self.batch]))
+            total = replace_dimensions(total, [self.small, self.micro], self.batch)
         elif y.dtype.is_float:
             total = total if self.scale == 1 else total * self.scale
         return cast(total, y.dtype)
@@ -184,8 +184,3 @@ def _checked_outputs(returned: object, body: Graph) -> Tensors:
     if len(loss.shape) or not loss.dtype.is_float:
         raise GraphError(f"{at(what)}: the loss must be a float without dims, got {loss}; reduce it over the batch")
     return outputs
-
-
-def _replaced(shape: Shape, old: Dimension, new: list[Dimension]) -> Shape:
-    """`shape` with one dim replaced by others."""
-    return Shape([d for was in shape for d in (new if was == old else [was])])

@@ -32,7 +32,7 @@ from meshlib.ops.images.sliding import (
     paddings_per_dim,
     window_sizes,
 )
-from meshlib.ops.movement.shape import rename_dimension, reshape
+from meshlib.ops.movement.shape import rename_dimension, replace_dimensions
 
 Spatial = Mapping[Dimension | str, Dimension | str]
 PRECISIONS = ("default", "highest")
@@ -308,19 +308,11 @@ def _in_groups(
         Dimension(free_name(f"{d.name}_in_group", used), d.size // groups) for d in (channels, channels_out)
     )
     group = Dimension(channels.name, groups)
-    apart = reshape(x, _replaced(x.shape, channels.name, [group, inner]))
+    apart = replace_dimensions(x, channels, [group, inner])
     own = rename_dimension(filters, channels.name, inner.name)
-    own = reshape(own, _replaced(own.shape, channels_out.name, [group, inner_out]))
+    own = replace_dimensions(own, channels_out, [group, inner_out])
     y = convolve(apart, own, windows, _result(apart.shape, windows, inner, [inner_out]), precision, name)
-    at_group = y.shape.index(group.name)
-    return reshape(y, [*y.shape.dims[:at_group], channels_out, *y.shape.dims[at_group + 2 :]])
-
-
-def _replaced(shape: Shape, name: str, by: Sequence[Dimension]) -> list[Dimension]:
-    new_dims: list[Dimension] = []
-    for d in shape:
-        new_dims += by if d.name == name else [d]
-    return new_dims
+    return replace_dimensions(y, [group, inner_out], channels_out)
 
 
 # ---------------------------------------------------------------- identification of dims
