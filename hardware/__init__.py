@@ -12,6 +12,7 @@ Every bad argument raises `HardwareError`. Nothing here imports another package 
 
 from pathlib import Path as _Path
 
+from hardware.checks import HardwareError as HardwareError
 from hardware.chips import CHIPS as CHIPS
 from hardware.chips import Chip as Chip
 from hardware.chips import get_chip as get_chip
@@ -20,7 +21,6 @@ from hardware.core import Matmul as Matmul
 from hardware.core import Time as Time
 from hardware.core import Work as Work
 from hardware.core import time_of as time_of
-from hardware.errors import HardwareError as HardwareError
 from hardware.events import Links as Links
 from hardware.mxu import MXU as MXU
 from hardware.network import Cost as Cost

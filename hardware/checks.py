@@ -1,4 +1,8 @@
-"""Argument checks: bad input is one HardwareError that names the argument."""
+"""The one error of the hardware package, and checks of arguments.
+
+Bad input (a negative size, an unknown chip, a wrong rank, a rate that is not finite) is answered with a single
+`HardwareError` whose message names the argument, its value and, where there is one, a remedy.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,18 @@ import math
 from collections.abc import Iterable
 from numbers import Integral, Real
 
-from hardware.errors import HardwareError
+
+class HardwareError(ValueError):
+    """An invalid argument to a function of the hardware package.
+
+    Example:
+      >>> from hardware import Slice
+      >>> try:
+      ...     Slice("v5e-7")
+      ... except HardwareError as fault:
+      ...     print(fault)
+      'v5e-7' is not a slice of v5e (the number counts chips); the nearest are v5e-1, v5e-4, v5e-8
+    """
 
 
 def whole(name: str, value: object, low: int = 0) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from hardware import collectives
 from hardware.chips import Chip
 from hardware.collective_kinds import COLLECTIVE_KINDS
-from hardware.staged_times import StagedTime
+from hardware.collectives import StagedTime
 
 CHUNKS = (1, 2, 4, 8, 16)
 

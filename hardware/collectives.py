@@ -31,12 +31,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
-from hardware.checks import amount, one_of, whole
+from hardware.checks import HardwareError, amount, one_of, whole
 from hardware.collective_kinds import COLLECTIVE_KINDS
-from hardware.errors import HardwareError
 from hardware.events import Links, check_links
+
+
+@dataclass(frozen=True)
+class StagedTime:
+    """Stages in sequence, each of parallel parts that take a + b * bytes seconds.
+
+    Attributes:
+      name: of the algorithm; hops: longest chain of links that a byte travels in sequence.
+      stages: (a, b) of every part of each stage.
+      busy: torus axis -> seconds per byte for which its busiest link is occupied.
+    """
+
+    name: str
+    hops: int
+    stages: tuple[tuple[tuple[float, float], ...], ...]
+    busy: tuple[tuple[int, float], ...]
+
+    def seconds(self, size: float) -> float:
+        """Time for `size` bytes: every stage lasts as long as its slowest part.
+
+        Example:
+          >>> StagedTime("in turn", 2, (((1.0, 0.5), (2.0, 0.25)), ((1.0, 0.0),)), ()).seconds(8.0)
+          6.0
+        """
+        return sum(max([a + b * size for a, b in parts]) for parts in self.stages)
+
 
 Axis = tuple[int, bool]
 Algorithm = Literal["oneway", "halves", "shortest"]

@@ -13,7 +13,11 @@ A convolution is one product per tap of its window. Assumed: taps of the last di
 rows of it free (3 of 128 in the first layer of an image network); groups of channels share it along its diagonal, as
 XLA turns a grouped convolution into a dense one (convolution_group_converter).
 
-Sources: Williams, Waterman and Patterson, "Roofline", CACM 52(4), 2009; `hardware.mxu`.
+The vector unit has 8 sublanes x 128 lanes, a few ALUs each, one float32 operation per ALU and cycle. From v6e on
+bfloat16 runs natively, two values per lane; before, bf16 arithmetic is done in float32.
+
+Sources: Williams, Waterman and Patterson, "Roofline", CACM 52(4), 2009; `hardware.mxu`; of the vector unit
+jax-ml/scaling-book tpus.md and `hardware.chip_figures`.
 """
 
 from __future__ import annotations
@@ -21,12 +25,41 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hardware.checks import amount, one_of, whole
+from hardware.checks import HardwareError, amount, one_of, whole
 from hardware.chips import DTYPES, Chip, as_chip
-from hardware.errors import HardwareError
 from hardware.memory import hbm_rate, hbm_seconds, vmem_rate
 from hardware.mxu import MXU
-from hardware.vpu import VPU_DTYPES, vpu_seconds
+
+VPU_DTYPES = ("float32", "bfloat16")
+
+
+def vpu_rate(chip: Chip, dtype: str = "float32") -> float:
+    """Element operations per second of one device.
+
+    Args:
+      chip: the chip.
+      dtype: "float32" (also for integers) or "bfloat16".
+    Raises: HardwareError for another dtype.
+    Example:
+      >>> from hardware.chips import CHIPS
+      >>> vpu_rate(CHIPS["v5p"]) / 1e12  # two cores x 8 x 128 x 4 x 1.75 GHz
+      14.336
+    """
+    one_of("dtype of the vector unit", dtype, VPU_DTYPES)
+    per_cycle = chip.vpu_sublanes * chip.vpu_lanes * chip.vpu_alus_per_lane * chip.cores_per_device
+    return chip.clock_hz * per_cycle * (2 if dtype == "bfloat16" and chip.vpu_bf16 else 1)
+
+
+def vpu_seconds(chip: Chip, operations: float, dtype: str = "float32") -> float:
+    """Seconds for that many element operations on one device.
+
+    Example:
+      >>> from hardware.chips import CHIPS
+      >>> vpu_seconds(CHIPS["v5p"], 14.336e9)
+      0.001
+    """
+    return amount("operations", operations) / vpu_rate(chip, dtype)
+
 
 FLOAT32_PASSES = 6  # bf16 products that make one float32 product: jax.lax.Precision.HIGHEST
 

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral
 
-from hardware.checks import wholes
+from hardware.checks import HardwareError, wholes
 from hardware.detours import link_between, ring_around
-from hardware.errors import HardwareError
 from hardware.torus import Coordinates, Torus
 from hardware.twisted import TwistedTorus
 

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hardware.checks import amount, whole
+from hardware.checks import HardwareError, amount, whole
 from hardware.chunks import CHUNKS, chunked_seconds
-from hardware.errors import HardwareError
 from hardware.network import collective_cost
 from hardware.placement import DCN, Placement, PlacementFactor, places
 from hardware.slices import Slice, as_slice

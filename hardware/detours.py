@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hardware import collectives
-from hardware.checks import amount, whole
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError, amount, whole
 from hardware.events import Links, Message, MessagePlan
 from hardware.ring_plans import CollectivePlan, check_data, check_torus
 from hardware.torus import Torus

@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hardware.checks import amount, whole
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError, amount, whole
 from hardware.torus import Torus
 
 Array = NDArray[Any]

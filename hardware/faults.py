@@ -13,8 +13,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from hardware.checks import amount, wholes
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError, amount, wholes
 from hardware.slices import Slice, as_slice
 from hardware.torus import Coordinates
 

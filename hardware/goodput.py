@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import math
 
-from hardware.checks import amount, whole
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError, amount, whole
 
 MOST_SPARES = 1_000_000
 

@@ -20,9 +20,8 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from hardware.checks import amount, wholes
+from hardware.checks import HardwareError, amount, wholes
 from hardware.chips import Chip
-from hardware.errors import HardwareError
 
 SUBLANES, LANES = 8, 128
 PCIE_EFFICIENCY = 0.9

@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from numpy.typing import NDArray
 
-from hardware.checks import amount, one_of, whole
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError, amount, one_of, whole
 
 if TYPE_CHECKING:
     from hardware.systolic import Run

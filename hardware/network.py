@@ -25,16 +25,15 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hardware import collectives
-from hardware.checks import amount, names, one_of
+from hardware.checks import HardwareError, amount, names, one_of
 from hardware.chips import Chip
 from hardware.chunks import best_chunks, dcn_rate, dcn_seconds, dcn_wire_seconds
 from hardware.collective_kinds import COLLECTIVE_KINDS, Phase
-from hardware.errors import HardwareError
+from hardware.collectives import StagedTime
 from hardware.events import Links, check_links
 from hardware.placement import CORES, DCN, Placement, PlacementFactor, check_mesh, factorings, join, wraps
 from hardware.slices import Slice, as_slice
 from hardware.snakes import closes
-from hardware.staged_times import StagedTime
 from hardware.twisted_groups import TwistedRings, twisted_exchanges, twisted_rings, twisted_ways
 
 KINDS = tuple(COLLECTIVE_KINDS)

@@ -25,8 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hardware.checks import names, whole
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError, names, whole
 from hardware.slices import Slice, as_slice
 
 CORES, DCN = -1, -2  # places that are not torus axes

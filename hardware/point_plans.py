@@ -23,9 +23,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hardware.checks import one_of, whole
+from hardware.checks import HardwareError, one_of, whole
 from hardware.collectives import EXCHANGES, Axis
-from hardware.errors import HardwareError
 from hardware.events import Message, MessagePlan
 from hardware.ring_plans import CollectivePlan, Group, check_data, check_torus, wire_bytes
 from hardware.torus import Torus

@@ -26,9 +26,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hardware.checks import amount, one_of, wholes
+from hardware.checks import HardwareError, amount, one_of, wholes
 from hardware.collectives import ALGORITHMS, Algorithm, Axis, count_parts
-from hardware.errors import HardwareError
 from hardware.events import Links, Message, MessagePlan, Region, Traffic, simulate
 from hardware.numerics import COMBINE
 from hardware.torus import Torus

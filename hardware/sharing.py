@@ -27,8 +27,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from hardware.checks import amount, one_of
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError, amount, one_of
 from hardware.network import Cost
 
 Policy = Literal["proportional", "equal", "in turn"]

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hardware.cells import slice_cell
-from hardware.checks import whole
+from hardware.checks import HardwareError, whole
 from hardware.chips import CHIPS, Chip, as_chip, get_chip, true_name
 from hardware.damage import Damage, Link, damage_of, read_damage, remains
-from hardware.errors import HardwareError
 from hardware.shapes import is_legal, shapes_of, wrap_of
 from hardware.torus import Coordinates, Torus
 from hardware.twisted import TwistedTorus, is_twistable

@@ -14,9 +14,8 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
-from hardware.checks import wholes
+from hardware.checks import HardwareError, wholes
 from hardware.collectives import Axis
-from hardware.errors import HardwareError
 
 Path = tuple[tuple[int, ...], ...]
 

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hardware.checks import whole, wholes
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError, whole, wholes
 
 Coordinates = tuple[int, ...]
 

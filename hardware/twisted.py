@@ -27,8 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hardware import collectives
-from hardware.checks import amount
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError, amount
 from hardware.events import Links, check_links
 from hardware.torus import Coordinates, Torus
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from hardware import collectives
+from hardware.collectives import StagedTime
 from hardware.events import Links
 from hardware.placement import PlacementFactor
 from hardware.slices import Slice
-from hardware.staged_times import StagedTime
 from hardware.twisted import TwistedTorus, ring_lengths, total_distance
 
 ROUTED = 1.07  # all_to_all of large blocks on 4x4x8, relative to the busiest link: simulated by events, block by block

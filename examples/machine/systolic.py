@@ -36,8 +36,7 @@ if (ROOT := Path(__file__).resolve().parents[2]).joinpath("meshlib").is_dir():
 from hardware import MXU, HardwareError
 from hardware.mxu import MODES
 from hardware.ring_steps import RingRun, ring_steps
-from hardware.systolic import Run
-from hardware.systolic_plot import text_width
+from hardware.systolic import Run, text_width
 
 Array = NDArray[Any]
 

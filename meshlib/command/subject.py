@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
 from layouts.errors import LayoutError

@@ -6,8 +6,8 @@ import argparse
 import os
 from dataclasses import fields, is_dataclass
 
+from hardware.checks import HardwareError
 from hardware.chips import CHIPS
-from hardware.errors import HardwareError
 from hardware.slices import Slice, legal_slices
 from meshlib.command import figures
 from meshlib.command.output import answer, say, say_json

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError
 from layouts.errors import LayoutError
 from meshlib.command.output import terminal_width
 from meshlib.core.errors import MeshlibError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError
 from hardware.slices import Slice
 from layouts import Mesh
 from meshlib.core.errors import SliceError

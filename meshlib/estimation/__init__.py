@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError
 from hardware.placement import Placement
 from hardware.slices import Slice
 from meshlib.core.compiler import Compiler, require_compiler

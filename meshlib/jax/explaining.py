@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError
 from hardware.network import Demand, collective_cost
 from hardware.placement import Placement
 from hardware.slices import Slice

@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from hardware.checks import HardwareError
 from hardware.chips import CHIPS, Chip
-from hardware.errors import HardwareError
 from hardware.slices import Slice
 from meshlib.jax.placing import checked_devices
 from meshlib.jax.settings import by_default

@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
 from meshlib.core.arguments import items, number, whole

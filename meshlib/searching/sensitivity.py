@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
 from meshlib.core.compiler import Compiler

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
 from layouts.mesh import MeshLike

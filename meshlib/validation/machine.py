@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from typing import Any
 
+from hardware.checks import HardwareError
 from hardware.chips import Chip
-from hardware.errors import HardwareError
 from hardware.slices import Slice
 from meshlib.validation.policies import NotExpressed
 

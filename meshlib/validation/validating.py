@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError
 from meshlib.core.compiler import XLA_TPU, Compiler, require_compiler
 from meshlib.core.documents import read_json
 from meshlib.core.errors import GraphError, MeshlibError

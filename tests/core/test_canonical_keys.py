@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
+from hardware.checks import HardwareError
 from hardware.chips import CHIPS, Chip
-from hardware.errors import HardwareError
 from hardware.slices import Slice
 from meshlib.core.canonical_keys import key_of
 from meshlib.estimation.time.physics import CALIBRATED, Physics

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hardware.checks import HardwareError
 from hardware.chips import CHIPS, Chip, chip_from_table, get_chip, load_chip
-from hardware.errors import HardwareError
 from hardware.shapes import wrap_of
 from hardware.slices import Slice, legal_slices
 from tests.hardware import reference

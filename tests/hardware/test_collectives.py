@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardware import collectives, point_plans, ring_plans
+from hardware.checks import HardwareError
 from hardware.collectives import all_gather_seconds, all_reduce_seconds, ring_sent_bytes
-from hardware.errors import HardwareError
 from hardware.events import Links
 from hardware.torus import Torus
 from tests.effort import draws, some

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hardware import HardwareError
-from hardware.eight_bit import LARGEST, round_to_eight_bits
+from hardware.numerics import LARGEST, round_to_eight_bits
 
 
 def fp8_grid(mantissa_bits: int, codes: int) -> np.ndarray:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hardware import exact_products, numerics
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError
 from hardware.exact_products import multiply_exactly
 from hardware.numerics import mxu_matmul, round_to_bfloat16
 from tests.effort import draws

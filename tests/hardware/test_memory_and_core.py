@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hardware import core, memory, vpu
+from hardware import core, memory
+from hardware.checks import HardwareError
 from hardware.chips import CHIPS
 from hardware.core import Matmul, Work, time_of
-from hardware.errors import HardwareError
 from hardware.mxu import MXU
 
 
@@ -58,9 +58,9 @@ def test_rates_are_per_device():
     assert memory.hbm_rate(CHIPS["v4"]) == 1200e9
     assert memory.vmem_rate(CHIPS["v5e"]) == pytest.approx(18e12, rel=0.01)
     assert memory.vmem_bytes(CHIPS["v5p"]) == 2 * 64 * 2**20
-    assert vpu.vpu_rate(CHIPS["v2"]) == 700e6 * 8 * 128 * 2
-    assert vpu.vpu_rate(CHIPS["v6e"], "bfloat16") == 2 * vpu.vpu_rate(CHIPS["v6e"])
-    assert vpu.vpu_rate(CHIPS["v5e"], "bfloat16") == vpu.vpu_rate(CHIPS["v5e"])
+    assert core.vpu_rate(CHIPS["v2"]) == 700e6 * 8 * 128 * 2
+    assert core.vpu_rate(CHIPS["v6e"], "bfloat16") == 2 * core.vpu_rate(CHIPS["v6e"])
+    assert core.vpu_rate(CHIPS["v5e"], "bfloat16") == core.vpu_rate(CHIPS["v5e"])
 
 
 @pytest.mark.parametrize("name", [name for name in CHIPS if name != "v1"])
@@ -107,7 +107,7 @@ def test_rows_come_in_eights():
 def test_a_product_with_a_vector_runs_on_the_vector_unit():
     time = time_of(CHIPS["v2"], Work((Matmul(4096, 8192, 1),), vpu_ops=10))
     assert time.mxu_seconds == 0
-    assert time.vpu_seconds == pytest.approx((2 * 4096 * 8192 + 10) / vpu.vpu_rate(CHIPS["v2"]))
+    assert time.vpu_seconds == pytest.approx((2 * 4096 * 8192 + 10) / core.vpu_rate(CHIPS["v2"]))
 
 
 def test_intensity_is_that_of_a_device():
@@ -136,8 +136,8 @@ def test_bounds():
         (lambda: memory.tile_of((3, 1), 3), "itemsize must be 0.5, 1, 2, 4 or 8 bytes, not 3"),
         (lambda: memory.padded_shape((3,), 4, (8, 128)), "tile (8, 128) has more dims than the array (3,)"),
         (lambda: memory.hbm_seconds(CHIPS["v4"], -1), "size_bytes must be a finite number >= 0"),
-        (lambda: vpu.vpu_rate(CHIPS["v4"], "int8"), "dtype of the vector unit 'int8'; use one of float32"),
-        (lambda: vpu.vpu_seconds(CHIPS["v4"], float("inf")), "not inf"),
+        (lambda: core.vpu_rate(CHIPS["v4"], "int8"), "dtype of the vector unit 'int8'; use one of float32"),
+        (lambda: core.vpu_seconds(CHIPS["v4"], float("inf")), "not inf"),
         (lambda: Matmul(1, 0, 1), "Matmul k must be an integer >= 1, not 0"),
         (lambda: Work(hbm_bytes=float("nan")), "Work hbm_bytes must be a finite number"),
         (lambda: Work(vpu_ops=-1), "Work vpu_ops"),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardware import registers
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError
 from hardware.mxu import MODES, MXU
 from hardware.numerics import mxu_matmul
 from tests.hardware import reference

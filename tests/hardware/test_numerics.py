@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from hardware import numerics
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError
 from hardware.numerics import mxu_matmul, ring_reduce, ring_reduce_scatter, round_to_bfloat16
 
 SPECIAL_BITS = [

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardware import CHIPS, collectives, network, point_plans, ring_plans
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError
 from hardware.events import Links, Message, MessagePlan, simulate
 from hardware.network import (
     KINDS,

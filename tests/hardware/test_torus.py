@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError
 from hardware.events import Links, Message, MessagePlan, simulate
 from hardware.torus import Torus
 

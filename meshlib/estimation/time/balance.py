@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from hardware.checks import HardwareError
 from hardware.collectives import ring_sent_bytes
-from hardware.errors import HardwareError
+from hardware.core import vpu_seconds
 from hardware.network import Demand, best_placement, collective_cost
-from hardware.vpu import vpu_seconds
 from layouts import Mesh
 from meshlib.core.errors import SliceError
 from meshlib.core.slices import slice_for

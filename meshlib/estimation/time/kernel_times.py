@@ -39,9 +39,8 @@ from typing import NamedTuple
 
 from hardware.blocking import Blocks, block_sum_seconds, matmul_blocks
 from hardware.chips import Chip
-from hardware.core import Matmul, Time, Work, time_of
+from hardware.core import Matmul, Time, Work, time_of, vpu_seconds
 from hardware.memory import hbm_seconds, vmem_bytes
-from hardware.vpu import vpu_seconds
 from meshlib.estimation.time.physics import Physics
 from meshlib.estimation.work.kernel_passes import Passes, idle_seconds, summed_block_bytes
 from meshlib.estimation.work.kernels import Kernel

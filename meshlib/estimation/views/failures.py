@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError
 from hardware.goodput import best_segment_seconds, segment_seconds, waiting_share
 from meshlib.core.arguments import at, number, whole
 from meshlib.core.errors import GraphError

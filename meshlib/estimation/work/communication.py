@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from hardware.checks import HardwareError
 from hardware.chips import Chip
-from hardware.errors import HardwareError
 from hardware.network import Cost, Demand, best_placement, collective_cost
 from hardware.placement import DCN, Placement, placements
 from hardware.slices import Slice

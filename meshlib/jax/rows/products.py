@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from hardware.eight_bit import LARGEST
+from hardware.numerics import LARGEST
 from meshlib.core.dtypes import INT32
 from meshlib.core.engine import Engine
 from meshlib.core.graph import TensorType

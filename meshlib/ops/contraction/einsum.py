@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hardware.eight_bit import round_to_eight_bits
 from hardware.exact_products import OperandCache
+from hardware.numerics import round_to_eight_bits
 from layouts import Dimension, Shape
 from meshlib.core.arguments import at, choice, items
 from meshlib.core.dtypes import FLOAT32, INT32, DType, as_dtype

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hardware.eight_bit import LARGEST, round_to_eight_bits
+from hardware.numerics import LARGEST, round_to_eight_bits
 from layouts import Dimension, Shape
 from meshlib.core.arguments import at, choice, items, whole
 from meshlib.core.dtypes import BFLOAT16, BOOL, FLOAT32, as_dtype

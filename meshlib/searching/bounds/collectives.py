@@ -15,7 +15,7 @@ from itertools import count as counter
 from math import prod
 from typing import NamedTuple
 
-from hardware.errors import HardwareError
+from hardware.checks import HardwareError
 from hardware.network import collective_cost
 from hardware.placement import Placement, wraps
 from hardware.slices import Slice

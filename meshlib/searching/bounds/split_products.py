@@ -8,8 +8,8 @@ from itertools import product
 from math import prod
 from typing import TypeAlias
 
+from hardware.core import vpu_rate
 from hardware.memory import hbm_seconds
-from hardware.vpu import vpu_rate
 from meshlib.estimation.time.kernel_times import Times
 from meshlib.searching.bounds.elements import Passing
 from meshlib.searching.bounds.products import ProductKernel, product_seconds
