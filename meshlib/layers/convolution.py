@@ -166,13 +166,8 @@ def conv2d_with_blocks(
       >>> y.shape
       Shape('b:1;hb:2;wb:2;h:4;w:4;out:8')
     """
-    return in_whole(
-        "conv2d_with_blocks",
-        x,
-        2,
-        (h_blocks_dim, w_blocks_dim),
-        lambda whole: conv2d(whole, output_dim, filter_size, strides, padding, filter_initializer, numerics, name),
-    )
+    layer = output_dim, filter_size, strides, padding, filter_initializer, numerics, name
+    return in_whole("conv2d_with_blocks", x, 2, (h_blocks_dim, w_blocks_dim), lambda whole: conv2d(whole, *layer))
 
 
 def conv3d_with_blocks(
@@ -197,13 +192,8 @@ def conv3d_with_blocks(
       >>> y.shape
       Shape('db:2;d:2;h:4;w:4;out:8')
     """
-    return in_whole(
-        "conv3d_with_blocks",
-        x,
-        3,
-        (d_blocks_dim, h_blocks_dim),
-        lambda whole: conv3d(whole, output_dim, filter_size, strides, padding, filter_initializer, numerics, name),
-    )
+    layer = output_dim, filter_size, strides, padding, filter_initializer, numerics, name
+    return in_whole("conv3d_with_blocks", x, 3, (d_blocks_dim, h_blocks_dim), lambda whole: conv3d(whole, *layer))
 
 
 def conv2d_transpose_with_blocks(
@@ -228,11 +218,9 @@ def conv2d_transpose_with_blocks(
       >>> y.shape
       Shape('hb:2;h:8;w:8;out:8')
     """
-
-    def transposed(whole: Tensor) -> Tensor:
-        return conv2d_transpose(whole, output_dim, filter_size, strides, padding, filter_initializer, numerics, name)
-
-    return in_whole("conv2d_transpose_with_blocks", x, 2, (h_blocks_dim, w_blocks_dim), transposed)
+    layer = output_dim, filter_size, strides, padding, filter_initializer, numerics, name
+    what, blocks = "conv2d_transpose_with_blocks", (h_blocks_dim, w_blocks_dim)
+    return in_whole(what, x, 2, blocks, lambda whole: conv2d_transpose(whole, *layer))
 
 
 def conv3d_transpose_with_blocks(
@@ -257,11 +245,9 @@ def conv3d_transpose_with_blocks(
       >>> y.shape
       Shape('db:2;d:4;h:8;w:8;out:8')
     """
-
-    def transposed(whole: Tensor) -> Tensor:
-        return conv3d_transpose(whole, output_dim, filter_size, strides, padding, filter_initializer, numerics, name)
-
-    return in_whole("conv3d_transpose_with_blocks", x, 3, (d_blocks_dim, h_blocks_dim), transposed)
+    layer = output_dim, filter_size, strides, padding, filter_initializer, numerics, name
+    what, blocks = "conv3d_transpose_with_blocks", (d_blocks_dim, h_blocks_dim)
+    return in_whole(what, x, 3, blocks, lambda whole: conv3d_transpose(whole, *layer))
 
 
 def _layer(
