@@ -38,6 +38,10 @@ from hardware.checks import HardwareError, amount, one_of, whole
 from hardware.collective_kinds import COLLECTIVE_KINDS
 from hardware.events import Links, check_links
 
+Axis = tuple[int, bool]
+Algorithm = Literal["oneway", "halves", "shortest"]
+Exchange = Literal["rotated", "phased"]
+
 
 @dataclass(frozen=True)
 class StagedTime:
@@ -64,10 +68,7 @@ class StagedTime:
         return sum(max([a + b * size for a, b in parts]) for parts in self.stages)
 
 
-Axis = tuple[int, bool]
-Algorithm = Literal["oneway", "halves", "shortest"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
-Exchange = Literal["rotated", "phased"]
 EXCHANGES: tuple[str, ...] = get_args(Exchange)
 
 

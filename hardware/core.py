@@ -31,6 +31,7 @@ from hardware.memory import hbm_rate, hbm_seconds, vmem_rate
 from hardware.mxu import MXU
 
 VPU_DTYPES = ("float32", "bfloat16")
+FLOAT32_PASSES = 6  # bf16 products that make one float32 product: jax.lax.Precision.HIGHEST
 
 
 def vpu_rate(chip: Chip, dtype: str = "float32") -> float:
@@ -59,9 +60,6 @@ def vpu_seconds(chip: Chip, operations: float, dtype: str = "float32") -> float:
       0.001
     """
     return amount("operations", operations) / vpu_rate(chip, dtype)
-
-
-FLOAT32_PASSES = 6  # bf16 products that make one float32 product: jax.lax.Precision.HIGHEST
 
 
 @dataclass(frozen=True)

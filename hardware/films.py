@@ -26,6 +26,11 @@ from hardware.ring_plans import CollectivePlan
 from hardware.torus import Torus
 
 FRAMES, MOST_FRAMES = 24, 10_000
+SHEET = 12  # frames on one sheet
+APART = 0.08  # gap between the two directions of a link
+HOP, TITLE, LEGEND, LEAST = 0.6, 0.6, 0.35, 3.2  # inches: of a hop, a title and the legend; the least width of a frame
+CHARACTERS = 16  # of a title for each inch
+IDLE = (0.82, 0.82, 0.82, 1.0)
 
 
 @dataclass(frozen=True)
@@ -201,13 +206,6 @@ def spots(torus: Torus) -> list[tuple[float, float]]:
     for plane, row, column in itertools.product(range(math.prod(torus.shape[:-2])), range(rows), range(columns)):
         places.append((plane * (columns + 1.5) + column, float(row)))
     return places
-
-
-SHEET = 12  # frames on one sheet
-APART = 0.08  # gap between the two directions of a link
-HOP, TITLE, LEGEND, LEAST = 0.6, 0.6, 0.35, 3.2  # inches: of a hop, a title and the legend; the least width of a frame
-CHARACTERS = 16  # of a title for each inch
-IDLE = (0.82, 0.82, 0.82, 1.0)
 
 
 def plot_frame(frame: FilmFrame, ax: Any) -> Any:

@@ -34,6 +34,10 @@ Array = NDArray[Any]
 # Largest magnitude of each format; int8 without -128, so that it is symmetric.
 LARGEST = {"int8": 127.0, "fp8": 448.0, "fp8_e5m2": 57344.0}
 _FLOATS = {"fp8": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
+_ROUND_SMALL = 1 << 14  # elements below which the overhead of calls outweighs the passes over memory
+_ROUND_CHUNK = 1 << 16  # elements: operand, result and scratch fit the second-level cache
+_MATMUL_CHUNK = 1 << 15  # elements of products held at once: fit the second-level cache
+_INNER_CHUNK = 1 << 12  # longest contiguous run of one product block
 
 
 def round_to_eight_bits(x: Array, dtype: str) -> Array:
@@ -60,11 +64,6 @@ def round_to_eight_bits(x: Array, dtype: str) -> Array:
     with np.errstate(invalid="ignore"):
         return near.astype(_FLOATS[dtype]).astype(x.dtype)
 
-
-_ROUND_SMALL = 1 << 14  # elements below which the overhead of calls outweighs the passes over memory
-_ROUND_CHUNK = 1 << 16  # elements: operand, result and scratch fit the second-level cache
-_MATMUL_CHUNK = 1 << 15  # elements of products held at once: fit the second-level cache
-_INNER_CHUNK = 1 << 12  # longest contiguous run of one product block
 
 _INFINITY = np.uint32(0x7F800000)
 _SIGN, _MAGNITUDE, _QUIET_NAN = np.uint32(0x80000000), np.uint32(0x7FFFFFFF), np.uint32(0x7FC00000)

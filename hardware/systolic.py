@@ -32,6 +32,7 @@ from hardware.registers import Registers
 COLOURS = ("#8ecae6", "#ffb703", "#90be6d", "#f28482", "#b8a1e3")  # by row of x
 LABEL, CELL = 14, 11  # characters before the boxes, and per box
 SAVED = 24  # at most this many rows or columns in a saved frame
+Array = NDArray[Any]
 
 
 def text_width(columns: int) -> int:
@@ -144,7 +145,6 @@ def _axes(ax: Any, rows: int, columns: int) -> Any:
     return ax
 
 
-Array = NDArray[Any]
 Ints = NDArray[np.int64]
 
 

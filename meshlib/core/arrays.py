@@ -19,6 +19,7 @@ Cut = tuple[slice, ...]
 
 # Set by tests: uninitialised elements are filled with NaN, or -1 for integers.
 poisoned = False
+Rows = tuple[Array, ...]  # one index array per leading dim
 
 
 def unwritten(array: Array) -> Array:
@@ -57,9 +58,6 @@ def cuts(sizes: Sequence[int], limit: int) -> Iterator[Cut]:
             yield (first, *(slice(0, n) for n in sizes[1:]))
         else:
             yield from ((first, *later) for later in cuts(sizes[1:], limit))
-
-
-Rows = tuple[Array, ...]  # one index array per leading dim
 
 
 def _address(x: Array) -> int:

@@ -25,6 +25,9 @@ from typing import Any
 from meshlib.core.errors import GraphError
 
 CHECK_SECONDS = 1.0  # interval between checks of the parent's id
+Function = Callable[[Any, Any], Any]  # (payload, argument of the task) -> result
+PAYLOADS = 4  # payloads cached per process
+MISSING = "meshlib: the payload is not here"
 
 
 def exit_with_parent() -> None:
@@ -98,8 +101,6 @@ def describe_exit(code: int | None) -> str:
     return f"{name}{', perhaps for want of memory' if -code == signal.SIGKILL else ''}"
 
 
-Function = Callable[[Any, Any], Any]  # (payload, argument of the task) -> result
-
 ENGINES = (
     "concurrent",
     "distributed",
@@ -107,8 +108,6 @@ ENGINES = (
     "mpi4py",
     "multiprocessing",
 )  # exceptions of these packages are faults of executors
-PAYLOADS = 4  # payloads cached per process
-MISSING = "meshlib: the payload is not here"
 
 _payloads: OrderedDict[str, Any] = OrderedDict()
 _lock = threading.Lock()

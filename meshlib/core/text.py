@@ -15,6 +15,12 @@ from typing import NamedTuple, TypeVar
 
 from layouts.cells import clipped as clipped
 
+PRICED = {"tokens": (1e9, "a billion"), "images": (1e6, "a million")}  # how many of them a price is of
+LEAST, LEGIBLE = 10, 22  # least width of a column, and the width below which a narrow table drops columns
+USUAL = 80
+LEAST_SAVED = 24  # least number of lines that folding a run must save
+PERIODS = 64  # distances to equal lines tried as the period of a run
+
 
 def free_name(name: str, taken: Container[object]) -> str:
     """`name` with as many underscores appended as it takes to differ from all of `taken`."""
@@ -108,9 +114,6 @@ def usd_text(dollars: float) -> str:
 
 
 _width: ContextVar[int | None] = ContextVar("width", default=None)
-PRICED = {"tokens": (1e9, "a billion"), "images": (1e6, "a million")}  # how many of them a price is of
-LEAST, LEGIBLE = 10, 22  # least width of a column, and the width below which a narrow table drops columns
-USUAL = 80
 
 
 @contextmanager
@@ -248,9 +251,6 @@ class Shown:
 
 
 T = TypeVar("T")
-
-LEAST_SAVED = 24  # least number of lines that folding a run must save
-PERIODS = 64  # distances to equal lines tried as the period of a run
 
 
 class RepeatedLines(NamedTuple):

@@ -35,6 +35,7 @@ Examples = list[Example | None]
 KINDS = ("threads", "processes")
 
 _data: Data | None = None  # in a worker process
+CHUNK = 32  # examples per worker task
 
 
 class _Worker(SpawnProcess):
@@ -135,9 +136,6 @@ def _begin(sent: bytes) -> None:
 def _prepare(draws: Sequence[int], numbers: Sequence[int]) -> tuple[Examples, list[Fault]]:
     assert _data is not None
     return _data.examples(draws, numbers), _data.source.skipped
-
-
-CHUNK = 32  # examples per worker task
 
 
 class IteratorPlace(NamedTuple):

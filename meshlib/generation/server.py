@@ -27,6 +27,9 @@ from meshlib.models.config import TransformerConfig
 from meshlib.models.serving import extend_step
 from meshlib.simulation import Simulation, simulate
 
+WHAT = "Server"
+Drafts = Callable[[Sequence[int], int], Sequence[int]]
+
 
 class Pages:
     """Pages allocated to sequences; those of a common prefix are shared.
@@ -94,10 +97,6 @@ class Pages:
             self._users[page] -= 1
             if not self._users[page]:
                 self._free[page] = None
-
-
-WHAT = "Server"
-Drafts = Callable[[Sequence[int], int], Sequence[int]]
 
 
 @dataclass(frozen=True)

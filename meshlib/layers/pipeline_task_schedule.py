@@ -25,6 +25,8 @@ FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
 
 Order = tuple[StageTask, ...]
 Key = tuple[str, int, int, int]  # kind, microbatch, repeat, stage
+Orders = Callable[[int, int, int], list[Order]]
+PerStage = float | Sequence[float]
 
 
 def gpipe(stages: int, microbatches: int, repeats: int) -> list[Order]:
@@ -100,7 +102,6 @@ def _rounds(stages: int, microbatches: int, repeats: int) -> Iterator[tuple[int,
                 yield microbatch, repeat
 
 
-Orders = Callable[[int, int, int], list[Order]]
 KINDS: Mapping[str, Orders] = MappingProxyType(
     {
         "gpipe": gpipe,
@@ -124,9 +125,6 @@ def waits_for(task: StageTask, stage: int, stages: int, repeats: int) -> list[Ke
     if stage + 1 < stages:
         return [own, (BACKWARD, microbatch, repeat, stage + 1)]
     return [own, (BACKWARD, microbatch, repeat + 1, 0)] if repeat + 1 < repeats else [own]
-
-
-PerStage = float | Sequence[float]
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,10 @@ Array = np.ndarray[Any, Any]
 Slots = Mapping[tuple[int, int, int], int]  # microbatch, repeat, stage -> slot
 
 FIRST, LOSS, FIRST_BACKWARD = "first", "loss", "first backward"
+WHAT = "pipeline_training_step"
+# Rules may split microbatches over the stages, as those of models do; each stage gathers its own from all.
+MICROBATCH, TURN = "microbatch", "microbatch_unsplit"
+Features = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -168,12 +172,6 @@ class Ticks:
         forward[-1] += branches.get(LOSS, 0.0) / plan.repeats
         backward[0] += branches.get(FIRST_BACKWARD, 0.0) / plan.repeats
         return plan.runs(forward, backward, of(WEIGHTS) if plan.splits else 0.0)
-
-
-WHAT = "pipeline_training_step"
-# Rules may split microbatches over the stages, as those of models do; each stage gathers its own from all.
-MICROBATCH, TURN = "microbatch", "microbatch_unsplit"
-Features = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)

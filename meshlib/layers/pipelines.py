@@ -42,6 +42,7 @@ from meshlib.ops.pointwise.casts import cast
 
 WHAT = "stage_layers"
 LAYER = "layer"  # the kind of the branch
+StageFn = Callable[..., Any]
 
 
 def split_layers(layers: int, stages: int, first: int = 1, last: int = 1) -> tuple[int, ...]:
@@ -133,9 +134,6 @@ def loads_of(operations: Iterable[Operation], stages: int) -> list[float]:
             counts = [sum(stage in row for row in record.active.indices) for stage in range(stages)]
             return [count / max(counts) for count in counts]
     return []
-
-
-StageFn = Callable[..., Any]
 
 
 def pipeline(

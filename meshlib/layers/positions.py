@@ -43,6 +43,7 @@ from meshlib.ops.pointwise.casts import cast
 
 RAMPS = ("turns", "pairs")
 STEEP = 0.001  # pairs: width of a ramp whose ends coincide, as in the source
+_WHAT = "relative_position_bias"
 
 
 @dataclass(frozen=True)
@@ -267,9 +268,6 @@ def learned_positions(
     if rows.size < known.size:
         table = part_of(table, 0, rows.size, known.name)
     return rename_dimension(table, known.name, rows.name)
-
-
-_WHAT = "relative_position_bias"
 
 
 def relative_position_bias(

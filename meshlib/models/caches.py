@@ -35,6 +35,9 @@ from meshlib.ops.pointwise.casts import cast
 SLOTS, SOURCE = "cache_length", "source_length"
 CACHE_DTYPES = ("float32", "bfloat16", "float64", "int8", "float8_e4m3fn", "float8_e5m2")
 _SCALED = CACHE_DTYPES[3:]
+TOKEN = "token"  # the dim of the single decoded token
+LENGTHS = ("memory_length", f"memory_{TOKEN}", SOURCE)
+PAGES = "pages"
 
 
 @dataclass(eq=False)
@@ -223,13 +226,6 @@ def _variable_of(value: Tensor) -> Tensor:
     while (outer := value.graph.outer_of(value)) is not None:
         value = outer
     return value
-
-
-TOKEN = "token"  # the dim of the single decoded token
-LENGTHS = ("memory_length", f"memory_{TOKEN}", SOURCE)
-
-
-PAGES = "pages"
 
 
 @dataclass(eq=False)

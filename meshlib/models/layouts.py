@@ -55,6 +55,8 @@ LAYOUTS: MappingProxyType[str, str] = MappingProxyType(
 )
 _SHARING = ("zero1", "expert", "cache")  # parts that may share the axis of another part
 _JOINED = {"2d": "data+tensor"}
+TENSOR = 8  # most devices over which heads are split, since they communicate in every block
+EXPERTS = 32  # most devices over which experts are split
 
 
 def layout(name: str, config: TransformerConfig, mesh: MeshLike) -> LayoutRules:
@@ -255,10 +257,6 @@ _RULES: dict[str, Callable[[TransformerConfig, str, int], LayoutRules]] = {
     "pipeline": lambda config, axis, size: _stage_rules(config, axis, size),
     "cache": lambda config, axis, size: LayoutRules({f"{dim}": f"{axis}?" for dim in _slots(config)}),
 }
-
-
-TENSOR = 8  # most devices over which heads are split, since they communicate in every block
-EXPERTS = 32  # most devices over which experts are split
 
 
 def usual_layouts(config: TransformerConfig, devices: int, batch: int, stages: int = 1) -> list[tuple[str, str]]:

@@ -30,6 +30,7 @@ from meshlib.ops.pointwise.arithmetic import add_n, less, maximum, where
 from meshlib.ops.pointwise.reductions import reduce_sum
 
 Step = tuple[dict[str, Tensor], list[Operation]]
+WHAT = "extend_step"
 
 
 def prefill(
@@ -263,9 +264,6 @@ class _Serving:
     def _decoder(self, tokens: Tensor, caches: Caches, **more: Any) -> Tensor:
         with scope("decoder") if self.config.encoder_decoder else nullcontext():
             return self.builder.stack(tokens, self.config.layers, True, caches=caches, **more)
-
-
-WHAT = "extend_step"
 
 
 def extend_step(

@@ -22,6 +22,8 @@ from meshlib.ops.control.state import assign
 from meshlib.optimize.base import LearningRate, Optimizer
 
 Tensors = dict[str, Tensor]
+LOADS = "loads of "  # prefix of router names among the outputs of microbatches
+OFFLOAD = "offload"  # remat policy: full recomputation, with layer inputs kept on the host
 
 
 def gradients_by_tasks(
@@ -97,7 +99,6 @@ class _Staged:
             return self.builder.losses(logits, features["targets"])
 
 
-LOADS = "loads of "  # prefix of router names among the outputs of microbatches
 OPTIMIZERS: MappingProxyType[str, Callable[..., Optimizer]] = MappingProxyType(
     {
         "adafactor": lambda rate, **options: optimize.AdafactorOptimizer(learning_rate=rate, **options),
@@ -245,9 +246,6 @@ def _optimizer(optimizer: object, learning_rate: LearningRate, slots_on_host: ob
             f"got {optimizer!r:.80}{hint}"
         )
     return OPTIMIZERS[optimizer](learning_rate, slots_on_host=on_host)
-
-
-OFFLOAD = "offload"  # remat policy: full recomputation, with layer inputs kept on the host
 
 
 def transformer_builder(

@@ -23,6 +23,7 @@ from meshlib.core.opdef import ON_MXU, Factor, Halo, Kind, Role, Summary
 Axes = tuple[str, ...]
 RUNS = (Role.HALO, Role.OVERLAP)  # roles of factors whose blocks need halos
 TOGETHER = (*RUNS, Role.SUMMARY, Role.SHARE)  # roles of factors whose blocks exchange anything
+Split = Mapping[str, int]  # split factor -> number of blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,6 @@ class Margin:
 
 
 Margins = Mapping[str, Margin]  # by dim
-Split = Mapping[str, int]  # split factor -> number of blocks
 
 
 def reach(op: Operation, factor: Factor, operand: int, count: int) -> tuple[int, int] | None:

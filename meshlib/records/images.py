@@ -18,6 +18,10 @@ from meshlib.core.files import most_unpacked_bytes, open_file
 Image = NDArray[np.uint8]
 MOST_BYTES, MOST_PIXELS = 2**28, 2**26  # limits of a file, and of its decoded content
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif")
+# Third byte of the magic number -> big-endian element type (the format's description on the MNIST page).
+IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+GZIP_MAGIC = b"\x1f\x8b"
+READ_BYTES = 1 << 20  # bytes per read
 
 
 def _pillow() -> Any:
@@ -65,12 +69,6 @@ def read_image(file: str | os.PathLike[str] | bytes, size: tuple[int, int] | Non
 def _content(file: str | os.PathLike[str]) -> bytes:
     with open_file(file, "the file", ValueError, MOST_BYTES) as (content, _):
         return content.read()
-
-
-# Third byte of the magic number -> big-endian element type (the format's description on the MNIST page).
-IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
-GZIP_MAGIC = b"\x1f\x8b"
-READ_BYTES = 1 << 20  # bytes per read
 
 
 def read_idx(path: str | os.PathLike[str], dims: int | None = None) -> NDArray[Any]:

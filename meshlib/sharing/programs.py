@@ -45,6 +45,9 @@ RECORDS: MappingProxyType[str, type[Any]] = MappingProxyType(
         )
     }
 )
+SHOWN = 8  # faults listed in a message
+Config = TransformerConfig | ImageConfig | Mapping[str, Any]
+Build = Callable[..., Any]
 
 
 def as_json(value: object) -> Any:
@@ -90,7 +93,6 @@ def from_json(value: object, where: str) -> Any:
 
 
 Array = np.ndarray[Any, Any]
-SHOWN = 8  # faults listed in a message
 
 
 def variables_of(config: TransformerConfig, scan: bool = True) -> dict[str, tuple[int, ...]]:
@@ -138,10 +140,6 @@ def _stacked(given: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]]) ->
         if name not in given and parts and all(part in given for part in parts):
             stacked[name] = np.stack([given[part] for part in parts])
     return stacked
-
-
-Config = TransformerConfig | ImageConfig | Mapping[str, Any]
-Build = Callable[..., Any]
 
 
 def kind_of(config: object, build: object, what: str) -> str:

@@ -35,6 +35,8 @@ from meshlib.simulation.parts import PartialTrips, Working
 from meshlib.simulation.planning import Buffers, Chain, ChainRun, chained, overwritable
 
 Array = np.ndarray[Any, Any]
+Bound: TypeAlias = Callable[[Sequence[Array], Engine], Iterable[Array]]
+MOST_CONSTANT = 1 << 14  # elements of a source without operands whose value is kept from step to step
 
 
 @dataclass
@@ -64,9 +66,7 @@ class RoundedCopies:
         return rounded
 
 
-Bound: TypeAlias = Callable[[Sequence[Array], Engine], Iterable[Array]]
 _NONE: Mapping[Value, Array] = MappingProxyType({})
-MOST_CONSTANT = 1 << 14  # elements of a source without operands whose value is kept from step to step
 
 
 def settled_mask(i: Loop) -> Value | None:

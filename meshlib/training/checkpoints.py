@@ -19,6 +19,11 @@ from meshlib.core.files import claimed, make_folder, remove_file, remove_stale
 from meshlib.simulation import Simulation
 from meshlib.storage.checkpoint import Snapshot, load, read_notes, save
 
+NOTE = "training"  # name of the note with the position of the loop
+BEST = "best.safetensors"
+LOCK = "train.pid"  # lock file of the training process
+ON_DAMAGE = ("error", "previous")
+
 
 class Background:
     """Runs one task at a time in a thread; a task's exception is raised by the next call of `check` or `wait`.
@@ -96,10 +101,6 @@ LOOP: Schema = {
     "best": _BEST.optional(),
     "best_by": _BEST_BY.optional(),
 }
-NOTE = "training"  # name of the note with the position of the loop
-BEST = "best.safetensors"
-LOCK = "train.pid"  # lock file of the training process
-ON_DAMAGE = ("error", "previous")
 _NAME = re.compile(r"step_([0-9]{9,})\.safetensors")
 
 

@@ -19,6 +19,7 @@ from meshlib.program.records import Program, require_program
 from meshlib.simulation import Simulation
 
 MASK = "mask"
+COUNTED = "count"
 
 
 class Feeding(Protocol):
@@ -121,7 +122,6 @@ def feeding_of(data: Any) -> Feeding:
 Array = np.ndarray[Any, Any]
 Batch = Mapping[str, Array]
 Measure = Callable[[dict[str, Array], dict[str, Any]], Mapping[str, Any]]
-COUNTED = "count"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

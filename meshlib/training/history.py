@@ -22,6 +22,8 @@ from meshlib.simulation import Simulation
 
 Row = dict[str, Any]
 TIMES = ("examples_per_second", "waited_seconds")  # keys with values that differ between equal runs
+BATCH = "batch"
+EVERY_SECONDS = 0.1
 
 
 class History:
@@ -126,10 +128,6 @@ def read_history(path: str | os.PathLike[str]) -> list[Row]:
 
         rows.append(parse_json(line, fail, {"step": COUNT}, constants=True))
     return rows
-
-
-BATCH = "batch"
-EVERY_SECONDS = 0.1
 
 
 class ProgressBar:

@@ -29,6 +29,8 @@ from meshlib.simulation.state import State, to_storage
 AxesOfTensors = tuple[tuple[tuple[str, ...], ...], ...]  # axes per tensor and dim
 
 MOST_LAYOUTS = 20_000  # limit of an exhaustive enumeration
+Claim: TypeAlias = tuple[str, str]  # a dim that takes an axis, and one with an optional claim; "": none
+COTANGENT = "verify_cotangent_"  # inputs of the program being verified
 
 
 def legal_layouts(
@@ -70,9 +72,6 @@ def legal_layouts(
         )
     collection.draw(claims, number, rng)
     return collection.layouts[:number] or [LayoutRules("")]
-
-
-Claim: TypeAlias = tuple[str, str]  # a dim that takes an axis, and one with an optional claim; "": none
 
 
 def _choices(dims: Sequence[str]) -> list[Claim]:
@@ -151,8 +150,6 @@ def _layouts_of(axes: Sequence[str], choice: Sequence[tuple[str, str]]) -> Itera
 
 
 Array = np.ndarray[Any, Any]
-
-COTANGENT = "verify_cotangent_"  # inputs of the program being verified
 
 
 def draw_feeds(

@@ -26,6 +26,8 @@ from meshlib.verification.rounding import SAFETY, SAMPLES, Key, TripCounts, Wide
 Array = np.ndarray[Any, Any]
 
 FAULTS = (MeshlibError, ValueError, IndexError, TypeError, AssertionError, KeyError)
+WEAK = 0.25  # tolerance, relative to the largest magnitude, above which a comparison proves little
+NARROWINGS = 12  # retries with half the range for drawn indices that are out of range
 
 
 class Diverged(Exception):
@@ -103,10 +105,6 @@ class DivergenceSearch:
             *numbers,
             trip if op.graph.parent is not None else None,
         )
-
-
-WEAK = 0.25  # tolerance, relative to the largest magnitude, above which a comparison proves little
-NARROWINGS = 12  # retries with half the range for drawn indices that are out of range
 
 
 @dataclass(frozen=True)

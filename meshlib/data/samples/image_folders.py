@@ -29,6 +29,7 @@ Labels = NDArray[np.int32]
 Outline = Callable[[Array, Array], Array]  # (x, y) in radii of the shape -> depth inside, negative outside
 
 NOISE = 0.06  # standard deviation of pixel noise, relative to full brightness
+DRAWN_TRAIN = 8_000
 
 
 def _polygon(corners: int) -> Outline:
@@ -162,9 +163,6 @@ def _with_noise(rng: np.random.Generator, canvas: Array) -> Any:
     """Images with noise added, quantised to 1/255 as in an image file."""
     noisy = canvas + rng.normal(0, NOISE, canvas.shape)
     return np.rint(255 * noisy.clip(0, 1)) / 255
-
-
-DRAWN_TRAIN = 8_000
 
 
 @dataclass(frozen=True)

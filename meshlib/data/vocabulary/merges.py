@@ -27,6 +27,7 @@ WHITE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # Py
 MOST_CHARACTERS, MOST_COUNT, MOST_ENDLESS = 10_000, 1000, 3  # limit of patterns; published ones have 400, 3 and 2
 parser: Any = importlib.import_module("re._parser")  # the parse trees of `re`
 _ESCAPE = re.compile(r"\\(?:p\{\^?(\w+)\}|P\{(\w+)\}|(.))", re.S)
+Pair = tuple[int, int]
 
 
 @cache
@@ -141,9 +142,6 @@ def _category(name: str) -> str:
     if not runs:
         raise ValueError(f"no characters of category {name}")
     return "".join(runs)
-
-
-Pair = tuple[int, int]
 
 
 def learnt(

@@ -16,6 +16,7 @@ from meshlib.models.images.tower import BATCH, CHANNELS, HEIGHT, WIDTH
 from meshlib.models.images.vit import VITS, ViTConfig
 
 IMAGE_PRESETS: MappingProxyType[str, ResNetConfig | ViTConfig] = MappingProxyType({**RESNETS, **VITS})
+_AXES = {"data": "data", "zero1": "data", "spatial": "spatial", "channels": "model"}
 
 
 def image_preset(name: str) -> Any:
@@ -40,7 +41,6 @@ IMAGE_LAYOUTS: MappingProxyType[str, str] = MappingProxyType(
         "channels": "the channels of features and kernels, of a ViT heads and d_ff, are split over axis 'model'",
     }
 )
-_AXES = {"data": "data", "zero1": "data", "spatial": "spatial", "channels": "model"}
 
 
 class Splittable(Protocol):

@@ -191,6 +191,15 @@ READ: Mapping[str, Any] = MappingProxyType(
         **{f"ici_{part}_parallelism": 1 for part in PARTS.values()} | {"ici_fsdp_parallelism": -1},
     }
 )  # fmt: skip
+_SAMPLING = "reinforcement learning, which samples beside training"
+_DECODER = "this library has none; {}=false override_model_config=true plans the decoder alone"
+_BOTH = "plan its training from base.yml, and price its sampling with meshlib serve"
+LogicalRule = tuple[str, tuple[str, ...]]
+_BATCH = ("data", "fsdp", "fsdp_transpose", "expert")
+_LENGTH = ("context", "context_usp_ulysses")
+_TENSOR = ("tensor", "tensor_sequence")
+_HEADS = (*_TENSOR, "autoregressive")
+_WEIGHTS = ("fsdp", "fsdp_transpose", *_LENGTH)
 
 
 def _on(value: Any) -> bool:
@@ -313,9 +322,6 @@ class Refusal:
     instead: str = "this library has no such layers or steps"
 
 
-_SAMPLING = "reinforcement learning, which samples beside training"
-_DECODER = "this library has none; {}=false override_model_config=true plans the decoder alone"
-_BOTH = "plan its training from base.yml, and price its sampling with meshlib serve"
 REFUSED: Mapping[str, Refusal] = MappingProxyType(
     {
         "use_indexer": Refusal(False, "sparse attention by an indexer (DeepSeek 3.2)"),
@@ -349,13 +355,6 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
 KNOWN = frozenset((*READ, *UNREAD, *REFUSED, *IGNORED))
 
 
-LogicalRule = tuple[str, tuple[str, ...]]
-
-_BATCH = ("data", "fsdp", "fsdp_transpose", "expert")
-_LENGTH = ("context", "context_usp_ulysses")
-_TENSOR = ("tensor", "tensor_sequence")
-_HEADS = (*_TENSOR, "autoregressive")
-_WEIGHTS = ("fsdp", "fsdp_transpose", *_LENGTH)
 DEFAULT_RULES: tuple[LogicalRule, ...] = (
     ("activation_embed_and_logits_batch", ("data", "stage", "fsdp", "fsdp_transpose", "expert")),
     ("activation_vocab", _TENSOR), ("activation_vocab", ("tensor",)), ("activation_vocab", ("tensor_sequence",)),

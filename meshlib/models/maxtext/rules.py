@@ -26,6 +26,10 @@ from meshlib.models.maxtext.keys import DEFAULT_RULES, PARTS, LogicalRule
 from meshlib.models.maxtext.settings import RULES, Settings
 
 UNUSED = "sequence"  # keys of axes that MaxText has removed and ignores
+Named = tuple[tuple[str, str], ...]  # (dim here, MaxText's name) for each dim of a tensor
+# Dims by which fully sharded weights are split: other dims take precedence.
+YIELDING = ("d_model", "q_rank", "kv_rank")
+WIDE = ("heads", "expert_d_ff", "d_ff", "vocab", "experts")
 
 
 @dataclass(frozen=True)
@@ -111,11 +115,6 @@ def _shown(sizes: Mapping[str, int], keys: Mapping[str, str]) -> str:
     return ", ".join(f"{keys[axis]}={size}" for axis, size in sizes.items() if size > 1)
 
 
-Named = tuple[tuple[str, str], ...]  # (dim here, MaxText's name) for each dim of a tensor
-
-# Dims by which fully sharded weights are split: other dims take precedence.
-YIELDING = ("d_model", "q_rank", "kv_rank")
-WIDE = ("heads", "expert_d_ff", "d_ff", "vocab", "experts")
 # Dims of activations -> MaxText's name.
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {

@@ -31,6 +31,7 @@ SERVING: Mapping[str, Any] = MappingProxyType(
 RULES = "logical_axis_rules"
 _OF_CACHES = ("cache_", "decode_", "prefill_", "activation_prefill_", "paged_")  # dims of caches and decoding
 _FOLDER = "inference"
+FIRST_BLOCK = "default"
 
 
 def serving_sign(
@@ -104,7 +105,6 @@ _WORDS: Mapping[str, Mapping[bool, str]] = MappingProxyType(
     {"enable_flash_attention": {True: "flash", False: "dot_product"}, "int8_training": {True: "int8", False: ""}}
 )
 """What stands today for the true or false of a key."""
-FIRST_BLOCK = "default"
 """The decoder block of a base.yml of 2023, which has no key for it."""
 
 

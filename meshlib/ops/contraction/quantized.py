@@ -31,6 +31,8 @@ from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.cumulative import cumsum
 from meshlib.ops.pointwise.reductions import reduce_max
 
+GRADIENTS = {"int8": ("int8",), "fp8": ("fp8", "fp8_e5m2")}
+
 
 def _local(block: Block, a: Array, b: Array, *scales: Array) -> Array:
     names = [t.shape.names for t in block.inputs]
@@ -182,9 +184,6 @@ def quantize(
     scale = stop_gradient(scale_of(x, Shape([d for d in x.shape if d not in dims]), narrow.largest))
     units = cast(x, scale.dtype) / scale
     return cast(units if narrow.is_float else round_to_whole(units), narrow, name), scale
-
-
-GRADIENTS = {"int8": ("int8",), "fp8": ("fp8", "fp8_e5m2")}
 
 
 def _grouped_local(

@@ -27,6 +27,10 @@ from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, find_dim
 
 Range = tuple[int, int]  # begin, end
+PerDim = int | Sequence[int] | Mapping[Dimension | str, int]
+Padding = str | int | Sequence[Any] | Mapping[Dimension | str, Any]
+PADDINGS = ("SAME", "VALID")
+MOST = 2**31 - 1  # positions are computed in 64-bit integers
 
 
 @dataclass(frozen=True)
@@ -202,12 +206,6 @@ def window_sizes(size: int, window: int, stride: int, dilation: int, padding: st
         return count, (missing // 2, missing - missing // 2)
     before, after = (0, 0) if isinstance(padding, str) else padding
     return max(0, (size + before + after - reach) // stride + 1), (before, after)
-
-
-PerDim = int | Sequence[int] | Mapping[Dimension | str, int]
-Padding = str | int | Sequence[Any] | Mapping[Dimension | str, Any]
-PADDINGS = ("SAME", "VALID")
-MOST = 2**31 - 1  # positions are computed in 64-bit integers
 
 
 def numbers_per_dim(value: object, dims: Sequence[Dimension], what: str, argument: str) -> list[int]:

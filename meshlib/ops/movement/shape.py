@@ -20,6 +20,7 @@ from meshlib.ops.movement.indexing import gather
 
 # The elements of one operand under other dims.
 _define = partial(operation, kind=Kind.VIEW, linear=lambda op: Linear((0,)), exact=True)
+Dims = Dimension | Shape | Sequence[Dimension]
 
 
 def _copy_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
@@ -229,9 +230,6 @@ def broadcast(x: Tensor, new_shape: Shape | Sequence[Dimension], name: str | Non
     if len(shape) == len(x.shape):
         return transpose(x, shape, name)
     return build(BROADCAST, [x], {"shape": shape}, name)
-
-
-Dims = Dimension | Shape | Sequence[Dimension]
 
 
 TensorOrShape = TypeVar("TensorOrShape", Tensor, Shape)

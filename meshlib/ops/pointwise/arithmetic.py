@@ -36,6 +36,13 @@ from meshlib.ops.pointwise.elementwise import (
     reduce_to,
 )
 
+Side = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+_EXAMPLES: dict[ShapeRule, tuple[str, list[tuple[Any, Any]]]] = {
+    FLAGS: ("bool", [(True, True), (True, False)]),
+    INTEGERS: ("int32", [(7, 2), (2, 3)]),
+}
+_WHOLE = "; a negative x2, or one above 31, moves all of them out; int32"
+
 
 def unary(
     name: str,
@@ -186,15 +193,6 @@ def where(
     return broadcast_to(build(WHERE, operands, {}, name), output_shape)
 
 
-Side = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-_EXAMPLES: dict[ShapeRule, tuple[str, list[tuple[Any, Any]]]] = {
-    FLAGS: ("bool", [(True, True), (True, False)]),
-    INTEGERS: ("int32", [(7, 2), (2, 3)]),
-}
-
-
 def _binary(
     name: str,
     doc: str,
@@ -236,7 +234,6 @@ def _binary(
 
 _compare = partial(_binary, note="; bool", shape=COMPARED)
 _of_bits = partial(_binary, note="; int32", shape=INTEGERS, repeated=True)
-_WHOLE = "; a negative x2, or one above 31, moves all of them out; int32"
 _together: dict[str, Any] = {"linear": lambda op: Linear((0, 1), together=True), "repeated": True}
 
 less = _compare("less", "x1 < x2", np.less)

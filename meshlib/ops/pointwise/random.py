@@ -23,6 +23,7 @@ from meshlib.ops.pointwise.cumulative import cumsum
 from meshlib.ops.pointwise.reductions import reduce_min, softmax
 
 T = TypeVar("T")
+_NEVER = -1e30  # logit of excluded elements
 
 
 def _random_local(block: Block) -> Array:
@@ -216,9 +217,6 @@ def sample_with_temperature(
     # Excludes 0 and 1, where the logarithms are infinite.
     noise = negative(log(negative(log(random_uniform(x.shape, 1e-9, 1.0, name="gumbel")))))
     return argmax(cast(x, "float32") + noise * temperature, d, name)
-
-
-_NEVER = -1e30  # logit of excluded elements
 
 
 def _top_p_threshold(x: Tensor, dim: Dimension, temperature: float, top_p: float) -> Tensor:

@@ -19,6 +19,7 @@ from meshlib.program.instructions import Compute
 from meshlib.program.records import Program, require_program, walk
 
 UPDATE = "MESHLIB_UPDATE_SNAPSHOTS"  # if set to 1, snapshots are written
+SHOWN = 3  # operations named in a note; others are counted
 
 
 def assert_snapshot(program: Program, path: str | Path, update: bool = False) -> None:
@@ -76,9 +77,6 @@ def snapshot(program: Program) -> str:
     lines.append(f"holds {program.memory.peak_bytes:,} bytes at its peak")
     lines += [f"  {kind}: {size:,} bytes" for kind, size in program.memory.by_kind.items() if size]
     return "\n".join(lines) + "\n"
-
-
-SHOWN = 3  # operations named in a note; others are counted
 
 
 @dataclass(frozen=True)
