@@ -101,7 +101,7 @@ def cumsum(
       [3. 4. 6. 6.]
     """
     d = find_dim(tensor(x, "cumsum"), dim, "cumsum")
-    apart, backwards = flag(exclusive, "cumulative", "exclusive"), flag(reverse, "cumulative", "reverse")
+    apart, backwards = flag(exclusive, "cumsum", "exclusive"), flag(reverse, "cumsum", "reverse")
     return _cumsum(x, d.name, apart, backwards, name)
 
 
@@ -162,7 +162,7 @@ def linear_recurrence(
 ) -> Tensor:
     """h[i] = a[i] h[i - 1] + x[i] along `dim`, from h = 0; from the other end if `reverse`. One type for a and x."""
     d = find_dim(tensor(x, "linear_recurrence"), dim, "linear_recurrence")
-    attrs = {"dim": d.name, "reverse": flag(reverse, "cumulative", "reverse")}
+    attrs = {"dim": d.name, "reverse": flag(reverse, "linear_recurrence", "reverse")}
     return build(RECURRENCE, [tensor(a, "linear_recurrence"), x], attrs, name)
 
 
