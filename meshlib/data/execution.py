@@ -200,10 +200,10 @@ class Maker(Iterator[PreparedBatch]):
             end = min(stop, self.last or stop) if self.data.joined else min(stop, epoch_ends)
             if end == stop or batching.remainder != "drop":
                 first = epoch_ends - self.count if batching.remainder == "wrap" and end < stop else begin
-                draws = first + (begin - first + np.arange(batching.size)) % (end - first)
-                draws = draws if self.rows is None else draws[self.rows]
-                places = self.order.places(first, end)[draws - first]
-                columns = self.data.source.columns(places) if plain else self._mapped(draws, places, batching)
+                index = (begin - first + np.arange(batching.size)) % (end - first)
+                index = index if self.rows is None else index[self.rows]
+                places = self.order.places(first, end)[index]
+                columns = self.data.source.columns(places) if plain else self._mapped(first + index, places, batching)
                 if self.rows is not None:
                     columns = {name: _scatter_rows(x, self.rows, batching.size) for name, x in columns.items()}
                 if batching.remainder != "drop":

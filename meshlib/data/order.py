@@ -36,7 +36,7 @@ class Order:
     def places(self, begin: int, end: int) -> Places:
         """The examples of draws [begin, end)."""
         if self.seed is None:
-            return np.arange(begin, end) % self.count
+            return (begin % self.count + np.arange(end - begin)) % self.count
         parts, at = [], begin
         while at < end:
             epoch, n = divmod(at, self.count)
