@@ -111,7 +111,7 @@ class Session(Shown):
         mesh, rules = Mesh(mesh), LayoutRules(layout)
         self._learn()
         key = (mesh, rules, precision, balance, regather, compiler)
-        program = self._programs.pop(key, None) or self._under(mesh, rules)._lowered(*key)
+        program = self._programs.pop(key, None) or self.under(mesh, rules)._lowered(*key)
         self._programs[key] = program  # most recently used last
         while len(self._programs) > PROGRAMS:
             del self._programs[next(iter(self._programs))]
@@ -144,7 +144,7 @@ class Session(Shown):
         """All faults of a layout, and notes on what it leaves unused: as `mtf.check`."""
         mesh, rules = Mesh(mesh), LayoutRules(layout)
         self._learn()
-        return check_layout(self._under(mesh, rules)._subjects, mesh, rules)
+        return check_layout(self.under(mesh, rules)._subjects, mesh, rules)
 
     @property
     def subjects(self) -> Subjects:
@@ -166,8 +166,11 @@ class Session(Shown):
             self._subjects = Subjects(self._graph, self._simple.operations)
             self._bubble_notes = _bubble_notes(self._simple.operations)
 
-    def _under(self, mesh: Mesh, rules: LayoutRules) -> Session:
-        """The session of this program with the sizes that follow from a layout."""
+    def under(self, mesh: Mesh, rules: LayoutRules) -> Session:
+        """The session of this program with the sizes that follow from a layout: itself if none do.
+
+        Args: as of `lower`.
+        """
         plans = tuple(plan.under(mesh, rules) for plan in self._plans)
         if self._is_resolved or not plans:
             return self

@@ -30,7 +30,7 @@ from meshlib.searching.result import Found, plainness
 from meshlib.searching.resume_file import KeptEstimates
 from meshlib.searching.roles import AxisRole
 from meshlib.searching.space import Candidate, Choices
-from meshlib.searching.workers import REMOTE, Remote, Task, Workers, usual_workers
+from meshlib.searching.workers import Work, Workers, usual_workers
 
 BAND = 2  # times the model's error: candidates expected within this of the best are equally promising
 FIRST, ROUND = 2, 8  # candidates in the first round, when no bound excludes anything yet, and in later ones
@@ -85,6 +85,7 @@ class Search:
         self.took: dict[str, float] = {}  # seconds per task, by its name
         self.outcomes: dict[int, Outcome] = dict(self._too_large())
         self.bounds = [0.0 if n in self.outcomes else self._bound(c) for n, c in enumerate(space)]
+        self.work = Work(problems, space, self.bounds, objective.given)
         self.order = sorted(range(len(space)), key=lambda n: (self.bounds[n], len(space[n].parts), n))
         self.least = min([self.bounds[n] for n in self.order if n not in self.outcomes], default=0.0)
         self.plain: dict[int, tuple[int, ...]] = {}  # plainness of the most promising candidates
@@ -210,16 +211,28 @@ class Search:
             if self.tightened.issuperset(left[:ROUND]):
                 return
             numbers = [*islice((n for n in left if n not in self.tightened), TOGETHER)]
-            families: dict[object, list[int]] = {}
-            for n in numbers:
-                c = self.space[n]
-                families.setdefault((c.choices, c.slice, sum(size > 1 for _, size in c.splits)), []).append(n)
-            batches = [tuple(own[at : at + BATCH]) for own in families.values() for at in range(0, len(own), BATCH)]
-            results = self._task_results("together", batches)
-            for batch, bounds in results.items():
-                self.tightened.update(batch)
-                for n, bound in zip(batch, bounds, strict=True):
+            for batch, pairs in self._task_results("together", self._batches(numbers)).items():
+                for n, (bound, held) in zip(batch[1:], pairs, strict=True):
+                    self.tightened.add(n)
                     self.bounds[n] = max(self.bounds[n], bound)
+                    self._fits(n, held)
+
+    def _batches(self, numbers: Sequence[int]) -> list[tuple[float, ...]]:
+        """Candidates that can be bounded together, after the value above which their bounds may be loose."""
+        families: dict[object, list[int]] = {}
+        for n in numbers:
+            c = self.space[n]
+            sizes = self.problems[c.choices].settled(c)
+            families.setdefault((sizes, c.slice, sum(size > 1 for _, size in c.splits)), []).append(n)
+        own = [numbers[at : at + BATCH] for numbers in families.values() for at in range(0, len(numbers), BATCH)]
+        return [(self.best, *numbers) for numbers in own]
+
+    def _fits(self, n: int, held: float) -> bool:
+        """True if a candidate that holds so many bytes may fit; if not, its outcome is recorded."""
+        c = self.space[n]
+        if self._exceeds(c, held):
+            self.outcomes[n] = Outcome(c, TOO_LARGE, self.bounds[n], why=_too_large(c, held))
+        return n not in self.outcomes
 
     def _may_win_by_closer_bound(self, n: int) -> bool:
         """True if a candidate could win by its critical path, too; not computed if it has been no closer lately."""
@@ -314,8 +327,7 @@ class Search:
         except LayoutError as fault:
             self.outcomes[n] = Outcome(c, REFUSED, bound, why=str(fault).splitlines()[-1].strip())
             return False
-        if self._exceeds(c, held):
-            self.outcomes[n] = Outcome(c, TOO_LARGE, bound, why=_too_large(c, held))
+        if not self._fits(n, held):
             return False
         first = self.seen.setdefault(problem.alike(c), n)
         if first != n:
@@ -348,18 +360,6 @@ class Search:
         """True if time has run out and all known layouts are estimated."""
         return self._is_late() and not self._known_left()
 
-    def _bound_closely(self, n: int) -> float:
-        return self.problems[self.space[n].choices].closer_bound(self.space[n], self.objective)
-
-    def _bound_together(self, batch: Sequence[int]) -> list[float]:
-        problem = self.problems[self.space[batch[0]].choices]
-        return problem.bounds_together([self.space[n] for n in batch], self.objective)
-
-    def _estimate(self, n: int) -> Outcome:
-        """Lower and estimate one candidate."""
-        c = self.space[n]
-        return self.problems[c.choices].estimated(c, self.objective, self.bounds[n])
-
     def _estimated(self, chosen: Sequence[int]) -> dict[int, Outcome]:
         outcomes = self._task_results("estimate", chosen)
         # An outcome from another process contains a copy of the candidate.
@@ -371,13 +371,13 @@ class Search:
             return self._answers_of_executor(task, numbers)
         expected = len(numbers) * self.took.get(task, 0.0)
         if self.workers is None and self.count > 1 and self.values and len(numbers) > 1 and expected > PAYS_SECONDS:
-            self.workers = Workers(self.count, self._tasks)
+            self.workers = Workers(self.count, self.work)
         if self.workers is not None and len(numbers) > 1:
             return self.workers.answers(task, numbers, self.until)
         answers: dict[Any, Any] = {}
         for n in numbers:
             begun = time.monotonic()
-            answers[n] = self._tasks[task](n)
+            answers[n] = getattr(self.work, task)(n)
             self.took[task] = time.monotonic() - begun
             if task != "bound" and self.until is not None and time.monotonic() > self.until:
                 break
@@ -386,13 +386,8 @@ class Search:
     def _answers_of_executor(self, task: str, numbers: Sequence[Any]) -> dict[Any, Any]:
         assert self.executor is not None
         if self.tasks is None:
-            payload = Remote(self.problems, self.space, self.bounds, self.objective.given)
-            self.tasks = Tasks("search", self.executor, payload)
-        return self.tasks.answers(REMOTE[task], numbers, self.until if task != "bound" else None)
-
-    @property
-    def _tasks(self) -> Mapping[str, Task]:
-        return {"bound": self._bound_closely, "together": self._bound_together, "estimate": self._estimate}
+            self.tasks = Tasks("search", self.executor, self.work)
+        return self.tasks.answers(getattr(Work, task), numbers, self.until if task != "bound" else None)
 
     # ------------------------------------------------------------ result
 

@@ -123,6 +123,7 @@ class SearchProblem:
     batch: str | None
     units: float
     _shapes: list[tuple[Any, str]] = field(default_factory=list)
+    _bounds: dict[Session, Bounds] = field(default_factory=dict)  # of graphs with sizes that follow from a layout
 
     @cached_property
     def named(self) -> tuple[str, ...]:
@@ -133,8 +134,27 @@ class SearchProblem:
     @cached_property
     def bounds(self) -> Bounds:
         """Lower bounds for all layouts."""
+        return self._bounds_of(self.session, False)
+
+    def settled(self, c: Candidate) -> Session:
+        """The session with the sizes that follow from a candidate's layout; the program's own if none do."""
+        return self.session.under(c.mesh, c.layout)
+
+    def bounds_under(self, c: Candidate) -> Bounds:
+        """Closer bounds for all layouts from which the same sizes follow; `bounds` if none do.
+
+        The program of such a layout is that of a graph with these sizes, so bounds of that graph hold.
+        """
+        session = self.settled(c)
+        if session is self.session:
+            return self.bounds
+        if session not in self._bounds:
+            self._bounds[session] = self._bounds_of(session, True)
+        return self._bounds[session]
+
+    def _bounds_of(self, session: Session, settled: bool) -> Bounds:
         mesh = dict.fromkeys(self.named, 1) or {"device": 1}
-        return Bounds.of(self.session.lower(mesh, compiler=self.compiler), self.subjects.operations)
+        return Bounds.of(session.lower(mesh, compiler=self.compiler), session.subjects.operations, settled)
 
     @property
     def key(self) -> str:
@@ -163,12 +183,25 @@ class SearchProblem:
     def closer_bound(self, c: Candidate, objective: Objective) -> float:
         """A candidate's closer bound."""
         assert objective.closer is not None
-        return objective.closer(self.bounds, c) / self.units
+        return objective.closer(self.bounds_under(c), c) / self.units
 
-    def bounds_together(self, candidates: Sequence[Candidate], objective: Objective) -> list[float]:
-        """Bounds of candidates of one slice and number of axes."""
+    def bounds_together(
+        self, candidates: Sequence[Candidate], objective: Objective, limit: float
+    ) -> list[tuple[float, float]]:
+        """Bounds of candidates, and on their bytes: of one slice, number of axes, and sizes that follow from layouts.
+
+        Those that cannot fit, or be below `limit` by their products alone, have no closer bound.
+        """
         assert objective.together is not None
-        return [bound / self.units for bound in objective.together(self.bounds, candidates)]
+        bounds = self.bounds_under(candidates[0])
+        own = [(objective.bound(bounds, c) / self.units, _state(bounds, c)) for c in candidates]
+        left = [
+            n for n, c in enumerate(candidates)
+            if own[n][0] < limit and own[n][1] <= c.slice.usable_hbm_bytes_per_device
+        ]  # fmt: skip
+        for n, bound in zip(left, objective.together(bounds, [candidates[n] for n in left]), strict=True):
+            own[n] = max(own[n][0], bound / self.units), own[n][1]
+        return own
 
     def estimated(self, c: Candidate, objective: Objective, bound: float) -> Outcome:
         """Lower and estimate a candidate."""

@@ -20,11 +20,11 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeAlias
+from typing import Any
 
 from meshlib.core.errors import GraphError
 from meshlib.core.executors import describe_exit, exit_with_parent
@@ -32,7 +32,6 @@ from meshlib.searching.outcomes import Outcome
 from meshlib.searching.programs import Objective, SearchProblem
 from meshlib.searching.space import Candidate, Choices
 
-Task: TypeAlias = Callable[[Any], Any]
 THREADED = ("jax", "tensorflow")  # runtimes whose threads may hold locks at any time
 
 
@@ -56,7 +55,7 @@ def check_forks(workers: int) -> None:
 class Workers:
     """Processes that run named tasks; `close` them."""
 
-    def __init__(self, count: int, tasks: Mapping[str, Task]) -> None:
+    def __init__(self, count: int, work: Work) -> None:
         context = multiprocessing.get_context("fork")
         self.processes = []
         self.pipes: list[Connection] = []
@@ -65,7 +64,7 @@ class Workers:
             for _ in range(count):
                 here, there = context.Pipe()
                 self.pipes.append(here)
-                process = context.Process(target=_serve, args=(there, [*self.pipes], tasks), daemon=True)
+                process = context.Process(target=_serve, args=(there, [*self.pipes], work), daemon=True)
                 process.start()
                 there.close()
                 self.processes.append(process)
@@ -121,7 +120,7 @@ class Workers:
         self.processes, self.pipes = [], []
 
 
-def _serve(pipe: Connection, others: Sequence[Connection], tasks: Mapping[str, Task]) -> None:
+def _serve(pipe: Connection, others: Sequence[Connection], work: Work) -> None:
     """Main loop of a worker. `others`: the parent's ends of all pipes, which the worker must close."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is handled by the search
     exit_with_parent()  # even in the middle of a task
@@ -134,7 +133,7 @@ def _serve(pipe: Connection, others: Sequence[Connection], tasks: Mapping[str, T
         except EOFError:
             return
         try:
-            answer = True, tasks[task](n)
+            answer = True, getattr(work, task)(n)
         except BaseException as fault:
             answer = False, _sendable(fault)
         pipe.send(answer)
@@ -150,8 +149,9 @@ def _sendable(fault: BaseException) -> BaseException:
 
 
 @dataclass(frozen=True)
-class Remote:
-    """State that the executor's workers need: the problems, the candidates with their bounds, the user's objective."""
+class Work:
+    """What workers need: the problems, the candidates with their bounds, the user's objective. Its methods are the
+    tasks; a batch is of one problem."""
 
     problems: Mapping[Choices, SearchProblem]
     space: Sequence[Candidate]
@@ -163,20 +163,18 @@ class Remote:
         """The objective."""
         return Objective.named(self.given)
 
+    def estimate(self, n: int) -> Outcome:
+        """Lower and estimate one candidate."""
+        return self._problem(n).estimated(self.space[n], self.objective, self.bounds[n])
 
-def _remote_estimate(remote: Remote, n: int) -> Outcome:
-    c = remote.space[n]
-    return remote.problems[c.choices].estimated(c, remote.objective, remote.bounds[n])
+    def bound(self, n: int) -> float:
+        """A candidate's closer bound."""
+        return self._problem(n).closer_bound(self.space[n], self.objective)
 
+    def together(self, batch: tuple[float, ...]) -> list[tuple[float, float]]:
+        """Bounds of candidates, and on their bytes; `batch`: the limit above which they may be loose, and numbers."""
+        limit, numbers = batch[0], [*map(int, batch[1:])]
+        return self._problem(numbers[0]).bounds_together([self.space[n] for n in numbers], self.objective, limit)
 
-def _remote_bound(remote: Remote, n: int) -> float:
-    return remote.problems[remote.space[n].choices].closer_bound(remote.space[n], remote.objective)
-
-
-def _remote_bounds(remote: Remote, batch: Sequence[int]) -> list[float]:
-    problem = remote.problems[remote.space[batch[0]].choices]
-    return problem.bounds_together([remote.space[n] for n in batch], remote.objective)
-
-
-_Answer: TypeAlias = Callable[[Any, Any], Any]
-REMOTE: Mapping[str, _Answer] = {"bound": _remote_bound, "together": _remote_bounds, "estimate": _remote_estimate}
+    def _problem(self, n: int) -> SearchProblem:
+        return self.problems[self.space[n].choices]

@@ -79,7 +79,9 @@ class Bounds:
       elements: HBM traffic of element-wise kernels per step, by the dims that can split a value, and its bytes.
       resident: number of variables, slots and inputs of each shape, scope and width in bytes.
       moments: bytes of stacked values by the dims that can split them, at several times; the peak is at least each.
-      gradients: among them, for each moment, bytes of stacked gradients by shape, which the layout shards.
+      placed: among them, for each moment, bytes of those that the layout shards, by the shape and scope under which it
+        does: gradients, and carries before each trip. A carry is whole over an axis that does not split it, and then a
+        copy of which the axis has only a part saves no collective: the stack keeps the carry.
       alone: whether there is a single product, which runs without the losses of a whole program.
     """
 
@@ -87,7 +89,7 @@ class Bounds:
     elements: Mapping[tuple[Names | None, int], int]
     resident: Mapping[tuple[Shape, str, float], int]
     moments: Sequence[Mapping[Names | None, int]]
-    gradients: Sequence[Mapping[Shape, int]]
+    placed: Sequence[Mapping[tuple[Shape, str], int]]
     alone: bool
     flow: Flow
     passages: Passages
@@ -100,9 +102,9 @@ class Bounds:
     _known: dict[Chip, dict[object, Any]] = field(default_factory=dict)  # shared by the closer bounds of all candidates
 
     @staticmethod
-    def of(whole: Program, operations: Iterable[Operation]) -> Bounds:
-        """Bounds from the program lowered for one device, and all its operations."""
-        passages = Passages.of(operations)
+    def of(whole: Program, operations: Iterable[Operation], settled: bool = False) -> Bounds:
+        """Bounds from the program lowered for one device, and all its operations; `settled` as of `Passages`."""
+        passages = Passages.of(operations, settled)
         kernels: dict[ProductKernel, tuple[int, Passing]] = {}
         products = 0
         flow = flow_of(whole, passages)
@@ -127,17 +129,19 @@ class Bounds:
         for v in (*whole.variables.values(), *whole.inputs.values()):
             if not v.tensor.on_host:
                 held[v.tensor.shape, scope_of(v.tensor), v.local_bytes / max(1, v.local_size)] += 1
-        moments, gradients = [], []
+        moments, placed = [], []
         for values in _moments(whole):
             sizes: Counter[Names | None] = Counter()
-            of_gradients: Counter[Shape] = Counter()
-            for v in values:
+            homes: Counter[tuple[Shape, str]] = Counter()
+            for v, carry in values.items():
                 sizes[passages.split(v.tensor.shape)] += v.local_bytes
-                if is_gradient(v):
-                    of_gradients[v.tensor.shape] += v.local_bytes
+                if carry is not None:
+                    homes[carry.tensor.shape, scope_of(carry.tensor)] += v.local_bytes
+                elif is_gradient(v):
+                    homes[v.tensor.shape, "slots"] += v.local_bytes
             moments.append(sizes)
-            gradients.append(of_gradients)
-        return Bounds(kernels, traffic.elements, held, moments, gradients, products < 2, flow, passages, whole.compiler)
+            placed.append(homes)
+        return Bounds(kernels, traffic.elements, held, moments, placed, products < 2, flow, passages, whole.compiler)
 
     # ------------------------------------------------------------ time
 
@@ -242,21 +246,20 @@ class Bounds:
         total = 0.0
         for (shape, scope, width), count in self.resident.items():
             total += count * width * c.layout.sharding(shape, c.mesh, scope).local_size
-        fitting = {shape: c.layout.fitting(shape, c.mesh, "slots").local_size for shape in self._gradient_shapes}
-        part_of = {shape: size / shape.size for shape, size in fitting.items()}
-        return total + self._stacked(c, self._excess_bytes(c, part_of))
+        parts = [c.layout.fitting(shape, c.mesh, scope).local_size / shape.size for shape, scope in self._homes]
+        return total + self._stacked(c, self._excess_bytes(c, parts))
 
-    def _excess_bytes(self, c: Candidate, part_of: Mapping[Shape, float]) -> Floats:
-        """For each moment, the bytes of gradients beyond what they take where all axes split them that could.
+    def _excess_bytes(self, c: Candidate, parts: Sequence[float]) -> Floats:
+        """For each moment, the bytes of placed values beyond what they take where all axes split them that could.
 
-        `part_of`: the part of each shape that a device has.
+        `parts`: the part that a device has of each of `_homes`.
         """
         excess = {}
-        for shape, part in part_of.items():
+        for (shape, scope), part in zip(self._homes, parts, strict=True):
             names = self.passages.split(shape)
             most = prod(size for dims, size in c.splits if names is None or not names.isdisjoint(dims))
-            excess[shape] = part - 1 / most
-        return np.array([sum(size * excess[shape] for shape, size in sizes.items()) for sizes in self.gradients])
+            excess[shape, scope] = max(0.0, part - 1 / most)
+        return np.array([sum(size * excess[home] for home, size in sizes.items()) for sizes in self.placed])
 
     def least_bytes(self, c: Candidate) -> float:
         """At most `held_bytes`, at a fraction of its cost: assumes that every axis splits whatever it could split."""
@@ -266,7 +269,7 @@ class Bounds:
     def placed_bytes(self, c: Candidate) -> float:
         """At most `held_bytes`, at a fraction of its cost: sizes are those of the roles, where all divide."""
         _, begin, end = self._ends
-        parts = np.ones(end - begin + len(self._gradient_shapes))
+        parts = np.ones(end - begin + len(self._homes))
         for dims, size in c.splits[: len(c.given)]:
             parts[self._named_by(dims)] *= size
         required = {dim for part in c.parts for dim in part.base}
@@ -280,25 +283,23 @@ class Bounds:
                 optional[dim] = np.maximum(optional.get(dim, 1.0), sizes)
         for sizes in optional.values():
             parts *= sizes
-        residents, gradients = parts[: end - begin], parts[end - begin :]
-        part_of = dict(zip(self._gradient_shapes, (1 / gradients).tolist(), strict=True))
-        return float((self._bytes[begin:end] / residents).sum()) + self._stacked(c, self._excess_bytes(c, part_of))
+        residents, homes = parts[: end - begin], (1 / parts[end - begin :]).tolist()
+        return float((self._bytes[begin:end] / residents).sum()) + self._stacked(c, self._excess_bytes(c, homes))
 
     def _named_by(self, dims: Iterable[str], scope: str | None = None) -> Bools:
-        """Which residents and stacked gradients have any of these dims, in a scope or in all."""
+        """Which residents and placed values have any of these dims, in a scope or in all."""
         key = frozenset(dims), scope
         named = self._named.get(key)
         if named is None:
-            placed = [(shape, scope) for shape, scope, _ in self.resident]
-            placed += [(shape, "slots") for shape in self._gradient_shapes]
+            placed = [*((shape, scope) for shape, scope, _ in self.resident), *self._homes]
             hits = [not key[0].isdisjoint(shape.names) and scope in (None, own) for shape, own in placed]
             named = self._named[key] = np.array(hits, bool)
         return named
 
     @cached_property
-    def _gradient_shapes(self) -> list[Shape]:
-        """The distinct shapes of stacked gradients."""
-        return [*dict.fromkeys(shape for sizes in self.gradients for shape in sizes)]
+    def _homes(self) -> list[tuple[Shape, str]]:
+        """The distinct shapes and scopes of placed values."""
+        return [*dict.fromkeys(home for sizes in self.placed for home in sizes)]
 
     def _stacked(self, c: Candidate, excess_bytes: Floats | float = 0.0) -> float:
         if not self._starts.size:
@@ -347,24 +348,29 @@ class Bounds:
         return parts
 
 
-def _moments(program: Program) -> Iterator[list[Value]]:
-    """Lists of stacked values that are in memory at once, in separate buffers: at the end of each loop, the stacks of
-    earlier loops that it reads, and its own; plus those of a nested loop at its end."""
-    stacks: set[Value] = set()
+def _moments(program: Program) -> Iterator[dict[Value, Value | None]]:
+    """Stacked values that are in memory at once, in separate buffers: at the end of each loop, the stacks of earlier
+    loops that it reads, and its own; plus those of a nested loop at its end. With the carry that they are copies of."""
+    stacks: dict[Value, Value | None] = {}
     for i in program.instructions:
         if isinstance(i, Loop):
             own = _stacked_by(i, program)
-            there = [*dict.fromkeys(x for x in i.inputs if x in stacks), *own]
+            there = {x: stacks[x] for x in i.inputs if x in stacks} | own
             if there:
                 yield there
             for inner in _moments(i.body):
-                yield [*there, *inner]
+                yield there | inner
             stacks.update(own)
 
 
-def _stacked_by(loop: Loop, program: Program) -> list[Value]:
-    """The results that a loop stacks in new memory, not in that of a slice, a variable or a carry."""
+def _stacked_by(loop: Loop, program: Program) -> dict[Value, Value | None]:
+    """The results that a loop stacks in new memory, not in that of a slice, a variable or a carry; with the carry of
+    which each is a copy before every trip, None for others."""
     placed = {*program.updates.values(), *(program.outputs.values() if program.is_body else ())}
-    over = loop.rewritten
+    over, body = loop.rewritten, loop.body
+    carries = {body.inputs[before] for before, _ in loop.carries}
     stacks = zip(loop.stacks, loop.outputs[len(loop.carries) :], strict=True)
-    return [y for name, y in stacks if name not in over and y not in placed and not y.tensor.on_host]
+    return {
+        y: body.outputs[name] if body.outputs[name] in carries else None
+        for name, y in stacks if name not in over and y not in placed and not y.tensor.on_host
+    }  # fmt: skip

@@ -21,7 +21,7 @@ from meshlib.program.records import Program
 from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, HbmUse, Node, Placed, Split
 from meshlib.searching.bounds.elements import temporaries_of
 from meshlib.searching.bounds.products import Contraction, ProductKernel
-from meshlib.searching.renamed_dims import Names, Passages, laid_names
+from meshlib.searching.renamed_dims import Names, Passages
 
 MOST_EDGES = 4  # edges followed per value: those of the most bytes
 
@@ -147,7 +147,7 @@ class _Maker:
         # If an operand is composed of factors that lack some of its dims, its sums may be computed from smaller ones.
         full = all(x in self.full for x in i.inputs)
         op = i.operation
-        laid = bool(laid_names(x.shape for x in (*op.inputs, *op.outputs)))
+        laid = bool(self.passages.laid(x.shape for x in (*op.inputs, *op.outputs)))
         splits = tuple(self._split(f, full, laid) for f in op.opdef.roles(op))
         if op.attrs.get("precision") in EIGHT_BIT:  # rounded before they are sent
             for x in i.inputs[:2]:

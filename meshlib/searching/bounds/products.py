@@ -24,7 +24,7 @@ from meshlib.estimation.work.stored_values import Origins, held_values
 from meshlib.ops.contraction.einsum import EIGHT_BIT
 from meshlib.program.instructions import Compute, Instruction, Value
 from meshlib.program.records import Program
-from meshlib.searching.renamed_dims import Names, Passages, laid_names
+from meshlib.searching.renamed_dims import Names, Passages
 
 # (exposed HBM bytes, the part of them that may be prefetched), one pair for each storage width of the operands.
 Pieces: TypeAlias = tuple[tuple[float, float], ...]
@@ -204,7 +204,7 @@ class Contraction:
         op, sides = self.instruction.operation, self.sides_of_factors
         if sides is None:
             return None
-        laid = laid_names(x.shape for x in (*op.inputs, *op.outputs))
+        laid = passages.laid(x.shape for x in (*op.inputs, *op.outputs))
         factors = []
         for n, f in enumerate(op.opdef.roles(op)):
             if n not in sides:
