@@ -17,7 +17,7 @@ from meshlib.core.arguments import at, examples_of
 from meshlib.core.errors import DataError, FeedError, nearest
 from meshlib.core.file_versions import at_one_moment
 from meshlib.data.batching import Array, Batch, Example
-from meshlib.data.pipeline import Data
+from meshlib.data.pipeline import Data, whole_number
 from meshlib.data.sources import Arrays, Decode, Folder, Records, TextLines
 from meshlib.records.example import BYTES_LIST, FLOAT_LIST, Decoder, Value, packed_rows
 from meshlib.records.framing import checked_on_fault
@@ -278,8 +278,7 @@ def records(
       [2 3] [[2, 2], [3, 3]]
     """
     checked_on_fault(on_fault)
-    if isinstance(interleave, bool) or not isinstance(interleave, int) or interleave < 1:
-        raise FeedError(f"{at('data.records')}: interleave must be an integer >= 1, got {interleave!r:.80}")
+    whole_number("records", "interleave", interleave, 1)
     read: Decode = _Raw()
     if fields is not None:
         wrong = not isinstance(fields, Mapping) or not fields
@@ -367,9 +366,8 @@ def folder(path: str | os.PathLike[str], side: int, channels: int = 3) -> Data:
       ...     len(mtf.data.folder(folder, side=32))
       3
     """
-    for name, value, least in (("side", side, 1), ("channels", channels, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise FeedError(f"{at('data.folder')}: {name} must be an integer >= {least}, got {value!r:.80}")
+    whole_number("folder", "side", side, 1)
+    whole_number("folder", "channels", channels, 1)
     if channels not in (1, 3):
         raise FeedError(f"{at('data.folder')}: channels must be 1 or 3, got {channels}")
     if not isinstance(path, str | os.PathLike) or not Path(path).is_dir():

@@ -87,11 +87,11 @@ class Data:
 
     def take(self, count: int) -> Data:
         """Only the first `count` examples of the source, before shuffling: to hold some out."""
-        return self._part("take", 0, _whole("take", "count", count, 1))
+        return self._part("take", 0, whole_number("take", "count", count, 1))
 
     def skip(self, count: int) -> Data:
         """All but the first `count` examples of the source."""
-        return self._part("skip", _whole("skip", "count", count, 0), len(self.source))
+        return self._part("skip", whole_number("skip", "count", count, 0), len(self.source))
 
     def shuffle(self, seed: int, buffer: int | None = None) -> Data:
         """Shuffle each epoch, in an order determined by seed and epoch alone.
@@ -103,10 +103,10 @@ class Data:
         """
         _once("shuffle", self.seed is not None)
         _before("shuffle", self.batching)
-        if _whole("shuffle", "seed", seed, 0) >= 2**64:
+        if whole_number("shuffle", "seed", seed, 0) >= 2**64:
             raise FeedError(f"{at('data.shuffle')}: seed must be less than 2**64, got {seed}")
         if buffer is not None:
-            _whole("shuffle", "buffer", buffer, 1)
+            whole_number("shuffle", "buffer", buffer, 1)
         elif self.source.sequential:
             raise FeedError(
                 f"{at('data.shuffle')}: {self.source.name} is compressed, so it is read from its beginning; "
@@ -160,7 +160,7 @@ class Data:
         """
         _once("batch", self.batching is not None)
         what = "batch"
-        _whole(what, "size", size, 1)
+        whole_number(what, "size", size, 1)
         _choice(what, "remainder", remainder, REMAINDERS)
         _choice(what, "too_long", too_long, TOO_LONG)
         given = [(n, v) for n, v in (("pad", pad), ("pack", pack), ("buckets", buckets)) if v is not None]
@@ -189,7 +189,7 @@ class Data:
     def repeat(self, epochs: int | None = None) -> Data:
         """Repeat for `epochs`, by default for ever. Before `batch`, batches continue across the end of an epoch."""
         if epochs is not None:
-            _whole("repeat", "epochs", epochs, 1)
+            whole_number("repeat", "epochs", epochs, 1)
         return replace(self, epochs=epochs, joined=self.joined or self.batching is None)
 
     def parallel(self, workers: int, kind: str = "threads") -> Data:
@@ -202,14 +202,14 @@ class Data:
             `if __name__ == "__main__":`.
         """
         _choice("parallel", "kind", kind, KINDS)
-        parallel_data = replace(self, workers=_whole("parallel", "workers", workers, 0), kind=kind)
+        parallel_data = replace(self, workers=whole_number("parallel", "workers", workers, 0), kind=kind)
         if kind == "processes":
             pickled(parallel_data)
         return parallel_data
 
     def prefetch(self, count: int = 2) -> Data:
         """Prepare this many batches ahead in a thread."""
-        return replace(self, ahead=_whole("prefetch", "count", count, 0))
+        return replace(self, ahead=whole_number("prefetch", "count", count, 0))
 
     # ------------------------------------------------------------ properties
 
@@ -260,7 +260,7 @@ class Data:
 
     def _mapped(self, what: str, map_: Map, workers: int | None) -> Data:
         if workers is not None:
-            _whole(what, "workers", workers, 0)
+            whole_number(what, "workers", workers, 0)
         if self.batching is not None:
             if workers:
                 raise FeedError(f"{at(f'data.{what}')}: workers map examples; write the map before batch")
@@ -285,7 +285,8 @@ class Data:
 # ---------------------------------------------------------------- checks
 
 
-def _whole(what: str, name: str, value: object, least: int) -> int:
+def whole_number(what: str, name: str, value: object, least: int) -> int:
+    """`value` as an int of at least `least`; `what` is a function of `mtf.data`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or int(value) < least:
         raise FeedError(f"{at(f'data.{what}')}: {name} must be an integer >= {least}, got {value!r:.80}")
     return int(value)
@@ -326,7 +327,7 @@ def _function(what: str, value: object) -> Callable[..., Any]:
 
 
 def _seed(what: str, value: int | None) -> int | None:
-    if value is not None and _whole(what, "seed", value, 0) >= 2**64:
+    if value is not None and whole_number(what, "seed", value, 0) >= 2**64:
         raise FeedError(f"{at(f'data.{what}')}: seed must be less than 2**64, got {value}")
     return None if value is None else int(value)
 
@@ -338,7 +339,7 @@ def _lengths(name: str, value: object) -> dict[str, tuple[int, ...]]:
     }  # fmt: skip
     for field_name, sizes in lengths.items():
         for n in sizes:
-            _whole("batch", f"{name}['{field_name}']", n, 1)
+            whole_number("batch", f"{name}['{field_name}']", n, 1)
     wrong = not lengths or len({len(v) for v in lengths.values()}) > 1 or not all(lengths.values())
     if wrong or any(list(v) != sorted(set(v)) for v in lengths.values()):
         raise FeedError(
