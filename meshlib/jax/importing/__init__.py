@@ -256,6 +256,8 @@ def _faults(step: Any) -> list[str]:
         return [f"{where}: an unknown primitive{hint or '; use functions that have one: meshlib/jax/README.md'}"]
     fault = rule.fault(step)
     faults = [] if fault is None else [f"{where}: {fault}"]
+    if any(x.key for x in step.ins) and len(step.outs) == 1 and not step.bodies and step.kind not in draws.DRAWS:
+        faults.append(f"{where}: it reads the bits of a random key, which has none here")
     if any(_exceeds_int32(x) for x in step.ins):
         faults.append(f"{where}: of integers beyond int32")
     return faults + [f"{where}: of dtype {dtype}{_INSTEAD.get(dtype, '')}" for dtype in _unknown_dtypes(step)]

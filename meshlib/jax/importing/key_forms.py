@@ -152,7 +152,7 @@ class Forms:
                     self._rows[x] = self._rows[maker.ins[0]]
                 return parts[0]
             case "random_fold_in":
-                is_child = _splits_like_folds(maker)
+                is_child = parts[1].kind == NUMBER and _splits_like_folds(maker)
                 return Form("child", of[:1], numbers) if is_child else Form("fold", of, numbers)
             case "random_split" if len(x.shape) == len(maker.ins[0].shape) + 1 == 1 and _splits_like_folds(maker):
                 return Form(CHILDREN, of, numbers)

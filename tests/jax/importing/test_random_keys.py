@@ -63,6 +63,22 @@ def test_numbers_are_equal_where_those_of_jax_are(seed):
     assert pattern(mtf.on_jax(program).step(**graph.feeds(w, key)).values()) == expected
 
 
+def test_keys_that_are_numbered_by_an_argument():
+    """As dropout is, whose keys are `fold_in(key, step)`."""
+
+    def draws(w, key, step):
+        def trip(count, _):
+            return count + 1, w + jax.random.normal(jax.random.fold_in(key, count), (3,))
+
+        first, again = (w + jax.random.normal(jax.random.fold_in(key, step), (3,)) for _ in range(2))
+        return first, again, lax.scan(trip, step + 1, None, length=2)[1]
+
+    given = np.float32(0), jax.random.key(7), np.uint32(5)
+    graph = mtf.from_jax(draws, *given)
+    drawn = mtf.simulate(mtf.lower(graph.outputs)).step(**graph.feeds(*given)).values()
+    assert pattern(drawn) == pattern(draws(*given)) == [0, 0, 2, 3]
+
+
 def in_a_trip(inside, outside):
     """Draws in a loop, and one whose key equals that of one trip."""
     return lambda w, key: (w + inside(key), jax.random.normal(outside(key), (3,)))

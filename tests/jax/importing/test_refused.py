@@ -54,6 +54,10 @@ ROWS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda w: lax.while_loop(lambda x: x.sum() < 9, lambda x: x * 2 + 1, w).sum(),
         r"while \(.*: a loop whose number of trips depends on data; give it a bound",
     ),
+    "key_data": (
+        lambda w: w.sum() + jax.random.key_data(jax.random.key(0)).astype("float32").sum(),
+        r"convert_element_type \(.*: it reads the bits of a random key",
+    ),
     "axis_index_groups": (grouped, r"shard_map \(.*: a collective in it that JAX cannot map over blocks"),
     "poisson": (lambda w: jax.random.poisson(jax.random.key(0), w * w).sum() * 1.0, r"while \(.*depends on data"),
     "pure_callback": (
