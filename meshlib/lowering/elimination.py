@@ -12,7 +12,7 @@ results for one are reused for the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
@@ -294,9 +294,9 @@ class Elimination:
         keep[np.argsort(total, kind="stable")[: max(1, len(total) // 2)]] = True
         self.restrict(v, keep)
 
-    def solution(self, count: int) -> list[int]:
-        """The values of all variables by backtracking, after all have been eliminated."""
-        values = [-1] * count
+    def solution(self, count: int, known: Mapping[int, int] | None = None) -> list[int]:
+        """The values of all variables by backtracking; `known` are those of variables that are not eliminated."""
+        values = [(known or {}).get(v, -1) for v in range(count)]
         for step in reversed(self.trail):
             values[step.variable] = step.value(values)
         return values

@@ -1,21 +1,23 @@
 """Exact choices for a graph with alike layers, from the factor graph of the shortened graph.
 
-Tables and variables belong to layers, like their operations and tensors. Those of one regular layer are repeated for
-each omitted layer, and the factor graph of the whole graph is solved: cost and bound are its own. The solution applies
-to the shortened graph if the omitted layers, and their neighbours, all choose alike.
+Tables and variables belong to layers, like their operations and tensors. Variables are eliminated in all layers of the
+shortened graph alike, while tables stay small; what is left of one regular layer is repeated for each omitted layer,
+and the factor graph of the whole graph is solved: cost and bound are its own. The solution applies to the shortened
+graph if the omitted layers, and their neighbours, all choose alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from heapq import heappop, heappush
 from typing import TypeAlias
 
 from meshlib.core.graph import Operation, Tensor
 from meshlib.lowering.cost_tables import Floats
-from meshlib.lowering.elimination import FactorGraph, Solution
+from meshlib.lowering.elimination import Elimination, FactorGraph, Scope, Solution
 from meshlib.lowering.problem import Chosen, Problem
 from meshlib.lowering.repetition import Irregular, Repetition
-from meshlib.lowering.solving import solve
+from meshlib.lowering.solving import SMALL_TABLE, solve
 
 Place: TypeAlias = int | None  # layer number in the short graph; None: outside all layers
 Owner: TypeAlias = tuple[Hashable, Place]  # (identity of a variable within its layer, layer)
@@ -33,11 +35,12 @@ def repeated_choices(problem: Problem, layers: Repetition) -> Chosen:
     expanded = _Expanded(problem, layers)
     solution = solve(expanded.graph)
     values = expanded.alike(solution)
-    cost = expanded.graph.cost(values)
+    left = {v: values[expanded.number(v)] for v in expanded.core.domain}
+    short = expanded.core.solution(len(problem.factors.sizes), left)
+    cost = expanded.cost(short)
     if cost > solution.cost + NOISE * abs(solution.cost):
         raise Irregular
-    short = tuple([values[expanded.number(v)] for v in range(len(problem.factors.sizes))])
-    return problem.chosen(Solution(short, cost, solution.bound))
+    return problem.chosen(Solution(tuple(short), cost, solution.bound))
 
 
 class _Expanded:
@@ -46,16 +49,20 @@ class _Expanded:
     def __init__(self, problem: Problem, layers: Repetition) -> None:
         self.problem, self.layers = problem, layers
         self.owners = self._owners()
+        self.core = Elimination(problem.factors)  # of the short graph
+        self._eliminate_alike()
         self.graph = FactorGraph()
         self.numbers: dict[tuple[Hashable, Place], int] = {}  # (identity, layer in the whole graph) -> variable
-        sizes = problem.factors.sizes
+        sizes = self.core.size
         template = layers.first  # the first regular layer after the gap, which equals the one before it
-        tables = self._tables()
-        if self._of(tables, template) != self._of(tables, template - 1):
-            raise Irregular
-        for v, (what, place) in enumerate(self.owners):
+        self.whole, tables = map(self._tables, (problem.factors.tables, self.core.tables.items()))
+        for of in (self.whole, tables):
+            if self._of(of, template) != self._of(of, template - 1):
+                raise Irregular
+        for v in sizes:
+            what, place = self.owners[v]
             self.numbers[what, self._layer(place)] = self.graph.add_variable(sizes[v])
-        own = [(what, v) for v, (what, place) in enumerate(self.owners) if place == template]
+        own = [(what, v) for v in sizes for what, place in [self.owners[v]] if place == template]
         for layer in range(layers.first, layers.end):
             for what, v in own:
                 self.numbers[what, layer] = self.graph.add_variable(sizes[v])
@@ -65,6 +72,37 @@ class _Expanded:
         for layer in range(layers.first, layers.end):
             for table in tables.get(template, ()):
                 self._add(table, layer)
+
+    def _eliminate_alike(self) -> None:
+        """Eliminate variables in all layers, smallest tables first: those that no table links to each other.
+
+        A variable without neighbours stays: its cost counts once per layer.
+        """
+        core, alike = self.core, dict[Hashable, list[int]]()
+        for v, (what, place) in enumerate(self.owners):
+            if place is not None:
+                alike.setdefault(what, []).append(v)
+        widths, queue = dict[Hashable, int](), list[tuple[int, int, Hashable]]()
+
+        def note(some: Iterable[Hashable]) -> None:
+            for what in some:
+                width = max(map(core.width, alike[what]))
+                if width != widths.get(what):
+                    widths[what] = width
+                    heappush(queue, (width, alike[what][0], what))
+
+        note(alike)
+        while queue and queue[0][0] <= SMALL_TABLE:
+            width, _, what = heappop(queue)
+            if widths.get(what) != width:
+                continue
+            near = [core.near[v] for v in alike[what]]
+            others = {self.owners[u][0] for some in near for u in some}
+            if what not in others and all(near):
+                for v in alike.pop(what):
+                    core.eliminate(v)
+                del widths[what]
+                note(others & alike.keys())
 
     def _layer(self, place: Place) -> Place:
         return None if place is None else self.layers.layer(place)
@@ -91,19 +129,12 @@ class _Expanded:
                 owners[v] = (what, n), place
         return owners
 
-    def _tables(self) -> dict[Place, list[Table]]:
-        """The tables of each layer of the short graph; those of outer tensors belong to their first layer of use."""
+    def _tables(self, tables: Iterable[tuple[Scope, Floats]]) -> dict[Place, list[Table]]:
+        """The tables of each layer of the short graph: the first layer that has one of their variables."""
         of: dict[Place, list[Table]] = {}
-        places: dict[int, Place] = {}
-        for t, _, numbers in self.problem.entered:
-            _, place = self._label(t)
-            places.update(dict.fromkeys(numbers, place))
-        for n, (scope, table) in enumerate(self.problem.factors.tables):
-            place = places.get(n)
-            if place is None:
-                inside = [self.owners[v][1] for v in scope]
-                place = min([p for p in inside if p is not None], default=None)
+        for scope, table in tables:
             relative = [self.owners[v] for v in scope]
+            place = min([p for _, p in relative if p is not None], default=None)
             key = tuple([(what, None if p is None or place is None else p - place) for what, p in relative])
             of.setdefault(place, []).append((key, table))
         return of
@@ -127,6 +158,18 @@ class _Expanded:
         """Number in the whole graph of a variable of the short one."""
         what, place = self.owners[v]
         return self.numbers[what, self._layer(place)]
+
+    def cost(self, short: Sequence[int]) -> float:
+        """The sum of all tables of the whole graph, from the short graph's values, as if nothing were eliminated."""
+        values = {(what, self._layer(place)): n for (what, place), n in zip(self.owners, short, strict=True)}
+        before, first, end = self.layers.first - 1, self.layers.first, self.layers.end
+        cost = self.problem.factors.cost(short)
+        for layer in range(first, end):
+            for scope, table in self.whole[before]:
+                at = [None if distance is None else layer + distance for _, distance in scope]
+                at = [before if n is not None and first <= n < end else n for n in at]
+                cost += float(table[tuple([values[what, n] for (what, _), n in zip(scope, at, strict=True)])])
+        return cost
 
     def alike(self, solution: Solution) -> list[int]:
         """The values of a solution, with those of the layer before the gap copied to all layers across it."""
