@@ -11,7 +11,9 @@ A new look at reweighted message passing, IEEE PAMI 37(5), 2015, for tables over
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -21,11 +23,10 @@ from meshlib.lowering.elimination import Elimination
 
 
 class _Link(NamedTuple):
-    """A table of a variable: its axis there, the shape that aligns a vector with it, and whether it leads on."""
+    """A table of a variable, and whether it leads on."""
 
-    table: Floats  # changed in place
-    axis: int
-    shape: tuple[int, ...]
+    rows: Floats  # view of the table with the variable along its last axis; changed in place
+    others: Sequence[int]  # the other axes, in the order in which they are minimised
     leads: tuple[bool, bool]  # to variables that come later, and earlier
 
 
@@ -36,20 +37,24 @@ class _Variable:
     costs: Floats
     links: list[_Link] = field(default_factory=list)
     leading: tuple[int, int] = (0, 0)  # number of links that lead to later variables, and to earlier ones
+    is_finite: bool = True  # no table rules a value out: that never changes
 
     def visit(self, backwards: bool) -> None:
         """Collect the costs of the values, and spread them over the links that lead on."""
-        costs = self.costs
-        for table, axis, shape, _ in self.links:
-            least = marginal(table, axis)
-            table -= _finite(least).reshape(shape)
-            costs = costs + least
-        if self.leading[backwards]:
+        costs, least = self.costs, []
+        for rows, others, _ in self.links:
+            lowest = rows
+            for axis in others:
+                lowest = np.minimum.reduce(lowest, axis=axis)
+            costs = costs + lowest
+            least.append(lowest if self.is_finite else _finite(lowest))
+        count = self.leading[backwards]
+        share: Floats | float = 0.0
+        if count:
             share = costs / max(self.leading)
-            for table, _, shape, leads in self.links:
-                if leads[backwards]:
-                    table += share.reshape(shape)
-            costs = costs - self.leading[backwards] * _finite(share)
+            costs = costs - count * (share if self.is_finite else _finite(share))
+        for (rows, _, leads), lowest in zip(self.links, least, strict=True):
+            rows += share - lowest if leads[backwards] else -lowest
         self.costs = costs
 
 
@@ -67,11 +72,12 @@ def raise_bound(problem: Elimination, sweeps: int) -> float:
         places = [place[v] for v in scope]
         first, last = min(places), max(places)
         for axis, v in enumerate(scope):
-            shape = tuple([size if n == axis else 1 for n, size in enumerate(table.shape)])
-            nodes[v].links.append(_Link(table, axis, shape, (place[v] < last, place[v] > first)))
+            nodes[v].links.append(_Link(*_rows(table, axis), (place[v] < last, place[v] > first)))
+            nodes[v].is_finite &= bool(np.isfinite(marginal(table, axis)).all())
     for node in nodes.values():
         leads = [link.leads for link in node.links]
         node.leading = sum([later for later, _ in leads]), sum([earlier for _, earlier in leads])
+        node.is_finite &= bool(np.isfinite(node.costs).all())
     for _ in range(0, sweeps, 2):
         for v in order:
             nodes[v].visit(backwards=False)
@@ -80,6 +86,15 @@ def raise_bound(problem: Elimination, sweeps: int) -> float:
     for v, node in nodes.items():
         problem.put((v,), node.costs)
     return problem.lower_bound()
+
+
+def _rows(table: Floats, axis: int) -> tuple[Floats, Sequence[int]]:
+    """A view of a table with `axis` last, and the order in which the other axes are minimised, longest first."""
+    before, after = prod(table.shape[:axis]), prod(table.shape[axis + 1 :])
+    if before == 1 or after == 1:
+        rows = table.reshape(before * table.shape[axis], after).T if before == 1 else table.reshape(before, -1)
+        return rows, (0,)
+    return table.reshape(before, -1, after).swapaxes(1, 2), (1, 0) if before < after else (0, 0)
 
 
 def _finite(costs: Floats) -> Floats:

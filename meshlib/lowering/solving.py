@@ -35,11 +35,13 @@ class _Incumbent:
     def __init__(self, graph: FactorGraph, values: Sequence[int]) -> None:
         self.graph, self.values, self.cost = graph, list(values), graph.cost(values)
 
-    def offer(self, values: Sequence[int]) -> None:
-        """Replace the values by these if they cost less."""
+    def offer(self, values: Sequence[int]) -> bool:
+        """Replace the values by these if they cost less; returns whether they do."""
         cost = self.graph.cost(values)
-        if cost < self.cost:
+        is_better = cost < self.cost
+        if is_better:
             self.values, self.cost = list(values), cost
+        return is_better
 
     def solution(self, bound: float | None = None) -> Solution:
         """The values with a lower bound; without one they are proved optimal."""
@@ -84,7 +86,7 @@ def _dive(graph: FactorGraph, core: Elimination, size: int) -> list[int]:
 
 def _attempt(problem: Elimination, best: _Incumbent, slack: float, limit: int) -> None:
     """Prune by the incumbent's cost plus `slack`, reduce, bound and dive in turn. Raises: TooLarge."""
-    graph, size, last_gap = best.graph, SMALL_TABLE, inf
+    graph, size, last_gap, dived = best.graph, SMALL_TABLE, inf, inf
     while problem.domain:
         before = sum(problem.size.values())
         most = best.cost + slack
@@ -98,8 +100,10 @@ def _attempt(problem: Elimination, best: _Incumbent, slack: float, limit: int) -
                 raise TooLarge
             size = min(size * 8, limit)
         last_gap = gap
-        if problem.domain and raise_bound(problem, SWEEPS) <= most:
-            best.offer(_dive(graph, problem, DIVE_TABLE))
+        left = sum(problem.size.values())
+        if problem.domain and raise_bound(problem, SWEEPS) <= most and 2 * left <= dived:
+            # Dive again if that improved the incumbent, otherwise once half of the values are gone.
+            dived = inf if best.offer(_dive(graph, problem, DIVE_TABLE)) else left
     if problem.constant <= best.cost + slack:
         best.offer(problem.solution(len(graph.sizes)))
 
