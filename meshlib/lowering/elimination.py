@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
-from math import inf
+from math import inf, prod
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -91,10 +91,10 @@ class _Shared:
     def of(self, what: object, operands: Sequence[Floats], result: Callable[[], T]) -> T:
         """The result of an operation on these operands, computed once."""
         key = (what, *map(id, operands))
-        if key not in self._known:
-            self._known[key] = result()
+        shared: T | None = self._known.get(key)
+        if shared is None:
+            shared = self._known[key] = result()
             self._operands += operands
-        shared: T = self._known[key]
         return shared
 
 
@@ -211,10 +211,7 @@ class Elimination:
         near = self.near[v]
         if len(near) > MOST_NEIGHBOURS:
             return 1 << 62
-        entries, size = self.size[v], self.size
-        for u in near:
-            entries *= size[u]
-        return entries
+        return prod(map(self.size.__getitem__, near), start=self.size[v])
 
     def eliminate(self, v: int) -> None:
         """Minimise over a variable."""

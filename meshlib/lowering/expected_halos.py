@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from meshlib.core.graph import BACKWARD, FORWARD, Operation, Tensor
-from meshlib.core.opdef import Factor, Halo, Role
+from meshlib.core.opdef import Factor, Role
 from meshlib.lowering.assigned import Homes
 from meshlib.lowering.simplification import Simplified
 from meshlib.program.exchanges import RUNS, Margin, Split, keeps_margins, needed_margins, takes_margins
@@ -40,10 +40,8 @@ def near_shifts(graph: Simplified, homes: Homes, signatures: Signatures, across:
     Among shifts in a phase that need the same rows, those with the smaller halo are served.
     """
     groups: dict[object, list[_Need]] = {}
-    place = {op: n for n, op in enumerate(graph.operations)}
-    for op in graph.operations:
-        if not isinstance(op.opdef.lower, Halo):
-            continue
+    place = {op: n for n, op in enumerate(graph.operations)} if graph.shifts else {}
+    for op in graph.shifts:
         factors = signatures.of(op).factors
         for factor, split in _shifted(op, factors, homes):
             for n, dim in enumerate(factor.operands):

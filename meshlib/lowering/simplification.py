@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from meshlib.core.graph import UPDATE, Graph, Operation, Tensor
-from meshlib.core.opdef import Home, Kind, Storage
+from meshlib.core.opdef import Halo, Home, Kind, Storage
 from meshlib.core.replay import needed
 
 _DEEPEST = 8  # maximum chain of recomputed operations
@@ -78,6 +78,11 @@ class Simplified:
             for x in self.inputs[op]:
                 used.setdefault(x, set()).update(regions)
         return regions_of
+
+    @cached_property
+    def shifts(self) -> list[Operation]:
+        """The operations that may exchange halos."""
+        return [op for op in self.operations if isinstance(op.opdef.lower, Halo)]
 
     @cached_property
     def updating(self) -> frozenset[Operation]:
