@@ -5,7 +5,7 @@ copy serves every use that can be reached from it, and a reshard may start from 
 cheapest tree. In each region (forward, backward or update) a set of up to three copies is shared, its *hubs*, one of
 which may start from another; a use pays for a reshard from the nearest hub. Up to three uses need no more hubs than
 that. A copy that takes more memory than the assigned sharding serves one region only; later ones start from the small
-hubs, and from free slices of large ones. The set is a variable of its own, unless a single use is left.
+hubs, and from free slices of large ones. The set is a variable of its own, unless one or two uses are left.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain, combinations, islice, permutations, product
-from math import inf
+from math import inf, prod
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -224,8 +224,10 @@ class CopyTables:
             if again:
                 root = np.minimum(root[:, None], self._root(region, again)).reshape(-1, root.shape[1])
                 before = [*before, *_axes(again)]
-            if is_last and len(mine) == 1:
-                self._expand(graph, self._costs_of(mine[0], root), before, _axes(mine))
+            joint = self._joined(mine, before) if is_last else None
+            if joint is not None:
+                costs = self._costs_of(joint, root).reshape(len(root), *[len(use.classes) for use in mine])
+                self._expand(graph, costs, before, _axes(mine))
                 continue
             hubs = self._hubs(root, mine, [u for u in self.uses if u.region > region])
             self.hubs.append((region, hubs.sets))
@@ -234,6 +236,20 @@ class CopyTables:
             for table, use in zip(hubs.serve, mine, strict=True):
                 self._expand(graph, table, [own], [use.axis])
             before, root = [own], hubs.lasting
+
+    @staticmethod
+    def _joined(mine: Sequence[End], before: Sequence[Axis]) -> End | None:
+        """The uses of a region as one use, if there is one, or two and their table is no larger than those of hubs."""
+        if len(mine) == 1:
+            return mine[0]
+        if len(mine) > 2 or any(use.most > 1 for use in mine):
+            return None
+        sizes = [len(of) for _, of in (*before, *_axes(mine))]
+        count = len({s for use in mine for row in use.classes for s in row})
+        if prod(sizes) > count * (count + 1) // 2 * sum(sizes):
+            return None
+        classes = [tuple(sorted({*one, *other})) for one, other in product(*[use.classes for use in mine])]
+        return End(None, mine[0].region, classes, np.arange(len(classes)))
 
     # ------------------------------------------------------------ hubs
 
@@ -298,7 +314,9 @@ class CopyTables:
                 for (region, sets), value in zip(self.hubs, values[len(values) - len(self.hubs) :], strict=True)
             }
             made = [(end.region, s) for end in self.made for s in placements(end)]
-            needs = [(use.region, placements(use)) for use in self.uses]
+            needs = [(use.region, placements(use)) for use in self.uses if use.region in sets]
+            joint = {s: None for use in self.uses if use.region not in sets for s in placements(use)}
+            needs.append((max([use.region for use in self.uses]), tuple(joint)))
             self._trees[values] = grown(self.between, self.light, made, sets, needs)
         return self._trees[values]
 

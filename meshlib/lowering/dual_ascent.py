@@ -37,9 +37,8 @@ class _Variable:
     costs: Floats
     links: list[_Link] = field(default_factory=list)
     leading: tuple[int, int] = (0, 0)  # number of links that lead to later variables, and to earlier ones
-    is_finite: bool = True  # no table rules a value out: that never changes
 
-    def visit(self, backwards: bool) -> None:
+    def visit(self, backwards: bool, is_finite: bool) -> None:
         """Collect the costs of the values, and spread them over the links that lead on."""
         costs, least = self.costs, []
         for rows, others, _ in self.links:
@@ -47,12 +46,12 @@ class _Variable:
             for axis in others:
                 lowest = np.minimum.reduce(lowest, axis=axis)
             costs = costs + lowest
-            least.append(lowest if self.is_finite else _finite(lowest))
+            least.append(lowest if is_finite else _finite(lowest))
         count = self.leading[backwards]
         share: Floats | float = 0.0
         if count:
             share = costs / max(self.leading)
-            costs = costs - count * (share if self.is_finite else _finite(share))
+            costs = costs - count * (share if is_finite else _finite(share))
         for (rows, _, leads), lowest in zip(self.links, least, strict=True):
             rows += share - lowest if leads[backwards] else -lowest
         self.costs = costs
@@ -64,6 +63,7 @@ def raise_bound(problem: Elimination, sweeps: int) -> float:
     order = sorted(problem.domain, key=lambda v: (min([v, *problem.near[v]]), v))
     place = {v: n for n, v in enumerate(order)}
     nodes = {v: _Variable(np.zeros(problem.size[v])) for v in order}
+    is_finite = True  # no value is ruled out: that does not change
     for scope in sorted(problem.tables):
         if len(scope) == 1:
             nodes[scope[0]].costs = problem.take(scope)
@@ -73,16 +73,16 @@ def raise_bound(problem: Elimination, sweeps: int) -> float:
         first, last = min(places), max(places)
         for axis, v in enumerate(scope):
             nodes[v].links.append(_Link(*_rows(table, axis), (place[v] < last, place[v] > first)))
-            nodes[v].is_finite &= bool(np.isfinite(marginal(table, axis)).all())
+            is_finite &= bool(np.isfinite(marginal(table, axis)).all())
     for node in nodes.values():
         leads = [link.leads for link in node.links]
         node.leading = sum([later for later, _ in leads]), sum([earlier for _, earlier in leads])
-        node.is_finite &= bool(np.isfinite(node.costs).all())
+        is_finite &= bool(np.isfinite(node.costs).all())
     for _ in range(0, sweeps, 2):
         for v in order:
-            nodes[v].visit(backwards=False)
+            nodes[v].visit(False, is_finite)
         for v in reversed(order):
-            nodes[v].visit(backwards=True)
+            nodes[v].visit(True, is_finite)
     for v, node in nodes.items():
         problem.put((v,), node.costs)
     return problem.lower_bound()

@@ -165,7 +165,7 @@ class _Expanded:
         before, first, end = self.layers.first - 1, self.layers.first, self.layers.end
         cost = self.problem.factors.cost(short)
         for layer in range(first, end):
-            for scope, table in self.whole[before]:
+            for scope, table in self.whole.get(before, ()):
                 at = [None if distance is None else layer + distance for _, distance in scope]
                 at = [before if n is not None and first <= n < end else n for n in at]
                 cost += float(table[tuple([values[what, n] for (what, _), n in zip(scope, at, strict=True)])])
