@@ -46,8 +46,7 @@ class Problem:
     values: dict[Operation, Values] = field(default_factory=dict)
     free: dict[Tensor, Free] = field(default_factory=dict)
     at_home: dict[Operation, Choice] = field(default_factory=dict)
-    # For each tensor, the variables and tables of its copies.
-    entered: list[tuple[Tensor, range, range]] = field(default_factory=list)
+    entered: list[tuple[Tensor, range]] = field(default_factory=list)  # each tensor with the variables of its copies
 
     def __post_init__(self) -> None:
         self.regions = self.graph.regions
@@ -66,10 +65,9 @@ class Problem:
         for t in (y for op in self.graph.operations for y in op.outputs if y in self.graph.taken):
             self._needs(t, region, self.homes.of(t))
         for t, copies in self.copies.items():
-            variables, tables = len(self.factors.sizes), len(self.factors.tables)
+            count = len(self.factors.sizes)
             copies.enter(self.factors, self.prices.tables)
-            added = range(variables, len(self.factors.sizes)), range(tables, len(self.factors.tables))
-            self.entered.append((t, *added))
+            self.entered.append((t, range(count, len(self.factors.sizes))))
 
     def _enter(self, op: Operation) -> None:
         inputs = self.graph.inputs[op]

@@ -12,7 +12,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import TypeAlias
 
-from meshlib.core.graph import Operation, Tensor
+import numpy as np
+
 from meshlib.lowering.cost_tables import Floats
 from meshlib.lowering.elimination import Elimination, FactorGraph, Scope, Solution
 from meshlib.lowering.problem import Chosen, Problem
@@ -34,9 +35,7 @@ def repeated_choices(problem: Problem, layers: Repetition) -> Chosen:
     problem.build()
     expanded = _Expanded(problem, layers)
     solution = solve(expanded.graph)
-    values = expanded.alike(solution)
-    left = {v: values[expanded.number(v)] for v in expanded.core.domain}
-    short = expanded.core.solution(len(problem.factors.sizes), left)
+    short = expanded.core.solution(len(problem.factors.sizes), expanded.left(solution))
     cost = expanded.cost(short)
     if cost > solution.cost + NOISE * abs(solution.cost):
         raise Irregular
@@ -66,6 +65,7 @@ class _Expanded:
         for layer in range(layers.first, layers.end):
             for what, v in own:
                 self.numbers[what, layer] = self.graph.add_variable(sizes[v])
+        self.graph.add((), np.array(self.core.constant))
         for place, here in tables.items():
             for table in here:
                 self._add(table, self._layer(place))
@@ -107,24 +107,16 @@ class _Expanded:
     def _layer(self, place: Place) -> Place:
         return None if place is None else self.layers.layer(place)
 
-    def _label(self, t: Tensor | Operation) -> tuple[Hashable, Place]:
-        op = t.operation if isinstance(t, Tensor) else t
-        label = self.layers.labels.get(op)
-        if label is None:
-            return t, None
-        number = op.outputs.index(t) if isinstance(t, Tensor) else None
-        return (label.orbit, number), self.layers.place(label.layer)
-
     def _owners(self) -> list[Owner]:
         """Identity and layer of each variable of the short graph: operations, and copies of tensors."""
         owners: list[Owner] = [(v, None) for v in range(len(self.problem.factors.sizes))]
         for op, own in self.problem.variables.items():
-            what, place = self._label(op)
+            what, place = self.layers.where(op)
             for region, v in enumerate(own):
                 if v is not None:
                     owners[v] = (what, region), place
-        for t, variables, _ in self.problem.entered:
-            what, place = self._label(t)
+        for t, variables in self.problem.entered:
+            what, place = self.layers.where(t)
             for n, v in enumerate(variables):
                 owners[v] = (what, n), place
         return owners
@@ -154,10 +146,13 @@ class _Expanded:
             scope.append(number)
         self.graph.add(scope, table[1])
 
-    def number(self, v: int) -> int:
-        """Number in the whole graph of a variable of the short one."""
-        what, place = self.owners[v]
-        return self.numbers[what, self._layer(place)]
+    def left(self, solution: Solution) -> dict[int, int]:
+        """The values of the short graph's variables that are left, with the same ones on both sides of the gap."""
+        left, first = {}, self.layers.first
+        for v in self.core.domain:
+            what, place = self.owners[v]
+            left[v] = solution.values[self.numbers[what, self._layer(first - 1 if place == first else place)]]
+        return left
 
     def cost(self, short: Sequence[int]) -> float:
         """The sum of all tables of the whole graph, from the short graph's values, as if nothing were eliminated."""
@@ -170,12 +165,3 @@ class _Expanded:
                 at = [before if n is not None and first <= n < end else n for n in at]
                 cost += float(table[tuple([values[what, n] for (what, _), n in zip(scope, at, strict=True)])])
         return cost
-
-    def alike(self, solution: Solution) -> list[int]:
-        """The values of a solution, with those of the layer before the gap copied to all layers across it."""
-        values = list(solution.values)
-        before = self.layers.first - 1
-        for (what, layer), v in self.numbers.items():
-            if layer is not None and self.layers.first <= layer <= self.layers.end:
-                values[v] = solution.values[self.numbers[what, before]]
-        return values

@@ -67,6 +67,14 @@ class Repetition:
         """The number of a layer within the short graph."""
         return layer if layer < self.first else layer - self.count
 
+    def where(self, t: Tensor | Operation) -> tuple[Hashable, int | None]:
+        """The identity of a tensor or operation within its layer, and the number of that in the short graph, if any."""
+        op = t.operation if isinstance(t, Tensor) else t
+        label = self.labels.get(op)
+        if label is None:
+            return t, None
+        return (label.orbit, op.outputs.index(t) if isinstance(t, Tensor) else None), self.place(label.layer)
+
     def layer(self, place: int) -> int:
         """The layer with a number within the short graph."""
         return place if place < self.first else place + self.count

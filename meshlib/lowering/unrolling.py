@@ -88,13 +88,6 @@ class _Unroller:
 
     # ------------------------------------------------------------ identities of instructions
 
-    def _label(self, t: Tensor | Operation) -> tuple[Hashable, int | None]:
-        op = t.operation if isinstance(t, Tensor) else t
-        label = self.layers.labels.get(op)
-        if label is None:
-            return t, None
-        return (label.orbit, op.outputs.index(t) if isinstance(t, Tensor) else None), self.layers.place(label.layer)
-
     def _identify(self, i: Instruction) -> None:
         """Record the identity of an instruction within its layer, and its layer."""
         self._identify_results(i)
@@ -110,7 +103,7 @@ class _Unroller:
         near = [source.place for x in i.inputs if (source := self.made.get(x))]
         own: Hashable = (i.assignment, i.exchanges) if isinstance(i, Compute) else ()
         if isinstance(i, Move):
-            user, at = self._label(i.operation)
+            user, at = self.layers.where(i.operation)
             own = (i.steps, i.early, user, None if at is None else at - place)
             near += [] if at is None else [at]
         shardings = [(y.sharding, y.margins) for y in i.outputs]
@@ -124,14 +117,14 @@ class _Unroller:
 
     def _places_of_results(self, i: Instruction) -> list[tuple[Hashable, int]] | None:
         """What an instruction computes, with places; None outside all layers, and for the same values of several."""
-        labels = [self._label(y.tensor) for y in i.outputs] or [self._label(i.operation)]
+        labels = [self.layers.where(y.tensor) for y in i.outputs] or [self.layers.where(i.operation)]
         placed = [(what, at) for what, at in labels if at is not None]
         return placed if len(dict(placed)) == len(labels) else None
 
     def _identify_results(self, i: Instruction) -> None:
         """Record the identities of an instruction's results within their layer."""
         for y in i.outputs:
-            what, place = self._label(y.tensor)
+            what, place = self.layers.where(y.tensor)
             if place is not None:
                 self.made[y] = LayerValue(self._number((what, y.sharding, y.margins, i.region, i.opcode)), place)
 
@@ -313,7 +306,7 @@ class _Unroller:
 
     def _operation(self, op: Operation, place: int | None, layer: int | None) -> Operation:
         """The operation that an instruction belongs to, in a layer."""
-        _, own = self._label(op)
+        _, own = self.layers.where(op)
         if own is None or place is None or layer is None or not self._is_wired_alike(place, layer):
             return op
         return self._of_layer(op, layer + own - place)
@@ -323,7 +316,7 @@ class _Unroller:
         layers = self.layers
         inputs, outputs, steps, reasons = [], [], [], []
         for x, y, step, reason in zip(i.inputs, i.outputs, i.steps, i.reasons, strict=True):
-            place = self._label(y.tensor)[1]
+            place = self.layers.where(y.tensor)[1]
             own = None if place is None else layers.layer(place)
             more = range(layers.first, layers.end) if own == layers.first - 1 else ()
             for layer in (own, *more):
