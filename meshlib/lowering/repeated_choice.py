@@ -18,13 +18,14 @@ from meshlib.lowering.cost_tables import Floats
 from meshlib.lowering.elimination import Elimination, FactorGraph, Scope, Solution
 from meshlib.lowering.problem import Chosen, Problem
 from meshlib.lowering.repetition import Irregular, Repetition
-from meshlib.lowering.solving import SMALL_TABLE, solve
+from meshlib.lowering.solving import solve
 
 Place: TypeAlias = int | None  # layer number in the short graph; None: outside all layers
 Owner: TypeAlias = tuple[Hashable, Place]  # (identity of a variable within its layer, layer)
 # (variables relative to the table's layer, entries)
 Table: TypeAlias = tuple[tuple[tuple[Hashable, Place], ...], Floats]
 NOISE = 1e-9  # relative to a cost
+ALIKE_TABLE = 10_000  # entries: before larger tables are added, dominated values are dropped, in each layer
 
 
 def repeated_choices(problem: Problem, layers: Repetition) -> Chosen:
@@ -92,7 +93,7 @@ class _Expanded:
                     heappush(queue, (width, alike[what][0], what))
 
         note(alike)
-        while queue and queue[0][0] <= SMALL_TABLE:
+        while queue and queue[0][0] <= ALIKE_TABLE:
             width, _, what = heappop(queue)
             if widths.get(what) != width:
                 continue
