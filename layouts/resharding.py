@@ -15,7 +15,7 @@ from layouts.errors import LayoutError
 from layouts.plan import Plan, Step
 from layouts.routes import RouteStep, route
 from layouts.sharding import Axes, Sharding, laid
-from layouts.step_kinds import MASK, STEP_KINDS, Place, kinds_from
+from layouts.step_kinds import MASK, STEP_KINDS
 
 
 def reshard(source: Sharding, target: Sharding, itemsize: float) -> Plan:
@@ -62,51 +62,9 @@ def price(source: Sharding, target: Sharding, itemsize: float) -> tuple[int | fl
 @lru_cache(maxsize=1 << 16)
 def _price(source: Sharding, target: Sharding, itemsize: int) -> tuple[int | float, int]:
     whole = _unmasked(source, target)
-    known = _plain_price(source, whole, itemsize)
-    if known is not None:
-        return known
     cheapest = _cheapest_route(source, whole)
     costs = [move.cost for move in cheapest.moves if not STEP_KINDS[move.kind].is_local]
     return sum([_exact(cost * cheapest.scale * itemsize, cheapest.devices) for cost in costs]), len(costs)
-
-
-def _plain_price(source: Sharding, target: Sharding, itemsize: int) -> tuple[int | float, int] | None:
-    """The cost if no axis moves between dims or changes its position in one: no search is needed.
-
-    Slices come first, so that later steps send less; then sums are scattered over axes of the target, and all-reduced
-    over the others; gathers, which send only missing elements, come last.
-    """
-    left = [a for a in source.pending_axes if a not in target.pending_axes]
-    sliced: Axes = ()
-    scattered: list[Axes] = []  # per dim
-    gathered: list[Axes] = []
-    for before, after in zip(source.axes, target.axes, strict=True):
-        prefix = len(_common_prefix(before, after))
-        lost, new = before[prefix:], after[prefix:]
-        summed = tuple([a for a in new if a in left])
-        if (lost and new) or new[len(new) - len(summed) :] != summed:
-            return None
-        sliced += new[: len(new) - len(summed)]
-        scattered += [summed] if summed else []
-        gathered += [lost] if lost else []
-    lost_axes = [a for lost in gathered for a in lost]
-    if not {*sliced, *left}.isdisjoint(lost_axes) or (scattered and source.pending[0][1] != "sum"):
-        return None
-    group = source.mesh.group_size
-    sent: int | float = 0
-    block = source.local_size // group(sliced) * itemsize
-    for axes in scattered:
-        sent += _least_sent(Place.PENDING, Place.SPLIT, block, group(axes))
-        block //= group(axes)
-    whole = {*left}.difference(*scattered)
-    sent += _least_sent(Place.SPLIT, Place.FREE, block, group(lost_axes))
-    sent += _least_sent(Place.PENDING, Place.FREE, block, group(tuple(whole)))
-    return sent, len(scattered) + len(gathered) + bool(whole)
-
-
-def _least_sent(takes: Place, puts: Place, block_bytes: int, group: int) -> int | float:
-    """Bytes that a device sends in the cheapest collective that moves axes from one place to another."""
-    return min([kind.sent_bytes(block_bytes, group) for kind in kinds_from(takes, puts)]) if group > 1 else 0
 
 
 @lru_cache(maxsize=1 << 16)

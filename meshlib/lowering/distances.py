@@ -22,7 +22,7 @@ from meshlib.lowering.cost_tables import Floats, Ints
 
 COLLECTIVE, STRAY = 2.0**-10, 2.0**-16  # bytes: ties go to fewer collectives, then to the plain reading of the layout
 MOST_USUAL = 2  # axes of a mesh whose placements are tabulated before they are asked for
-MOST_AXES = 8  # larger meshes: sets of axes are not tabulated
+MOST_AXES = 12  # larger meshes: sets of axes are not tabulated
 KINDS = {"sum": 0, "max": 1, "min": 2}
 
 Prices: TypeAlias = tuple[tuple[str, float], ...]  # (axis, price of a byte sent along it); 1 for other axes
