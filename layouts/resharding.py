@@ -44,29 +44,6 @@ def reshard(source: Sharding, target: Sharding, itemsize: float) -> Plan:
 _NOTHING = Plan((), 0, 0)
 
 
-def price(source: Sharding, target: Sharding, itemsize: float) -> tuple[int | float, int]:
-    """The cost of `reshard` without its steps: bytes sent per device, and number of collectives.
-
-    >>> here = Sharding("batch:512;d:1024", "cols:4", [("cols",), ()])
-    >>> price(here, here.with_axes([(), ()]), 4)
-    (1572864, 1)
-    """
-    if source == target:
-        return 0, 0
-    if itemsize % 1:  # a block takes whole bytes
-        plan = _plan(source, target, itemsize)
-        return plan.sent_bytes, plan.collectives
-    return _price(source, target, int(itemsize))
-
-
-@lru_cache(maxsize=1 << 16)
-def _price(source: Sharding, target: Sharding, itemsize: int) -> tuple[int | float, int]:
-    whole = _unmasked(source, target)
-    cheapest = _cheapest_route(source, whole)
-    costs = [move.cost for move in cheapest.moves if not STEP_KINDS[move.kind].is_local]
-    return sum([_exact(cost * cheapest.scale * itemsize, cheapest.devices) for cost in costs]), len(costs)
-
-
 @lru_cache(maxsize=1 << 16)
 def _plan(source: Sharding, target: Sharding, itemsize: float) -> Plan:
     if itemsize <= 0:

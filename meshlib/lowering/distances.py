@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from layouts import Mesh, Shape, Sharding, reshard, resharding
+from layouts import Mesh, Shape, Sharding, reshard
 from layouts.dims import Dimension
 from layouts.sharding import Axes, Pending, laid
 from meshlib.lowering.balance import Balance
@@ -227,9 +227,9 @@ def between(here: Sharding, there: Sharding, itemsize: float, prices: Prices) ->
     """Price of a reshard between two shardings: bytes and collectives."""
     if not can_become(here, there):
         return float("inf"), 0
-    if not prices:
-        return resharding.price(here, there, itemsize)
     plan = reshard(here, there, itemsize)
+    if not prices:
+        return plan.sent_bytes, plan.collectives
     return sum([step.sent_bytes * axes_price(step.axes, prices) for step in plan.steps]), plan.collectives
 
 

@@ -1,7 +1,7 @@
 """Exact minimisation of a sum of small tables over discrete variables (a min-plus factor graph, or weighted CSP).
 
-    bounds       block-coordinate ascent on the dual (max-product linear programming): mass is moved between a table and
-                 its variables by min-marginals. The remainder for a fixed value bounds every solution with that value
+    bounds       the sum of the tables' minima, raised by `dual_ascent`; what a value adds to it bounds every solution
+                 with that value
     pruning      drops values whose bound exceeds the incumbent, and dominated values
     elimination  a variable's tables are added and minimised over it, the smallest result first; backtracking through
                  the minima gives the optimum
