@@ -228,8 +228,6 @@ def between(here: Sharding, there: Sharding, itemsize: float, prices: Prices) ->
     if not can_become(here, there):
         return float("inf"), 0
     plan = reshard(here, there, itemsize)
-    if not prices:
-        return plan.sent_bytes, plan.collectives
     return sum([step.sent_bytes * axes_price(step.axes, prices) for step in plan.steps]), plan.collectives
 
 
