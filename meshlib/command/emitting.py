@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hardware.slices import Slice
 from meshlib.command.configured import Configured
-from meshlib.command.plan import PlannedLayout
 from meshlib.command.subject import Subject
+from meshlib.command.tried_layouts import PlannedLayout
 from meshlib.core.errors import GraphError
 from meshlib.lowering import Program
 from meshlib.models.maxtext.emission import Emission, emission_of

@@ -5,156 +5,24 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import ceil, prod
 from typing import Any
 
 from hardware.slices import Slice
-from meshlib.command.choices import REMAT, is_maxtext
+from meshlib.command.choices import is_maxtext
 from meshlib.command.figures import of_step, picked
 from meshlib.command.step_settings import optimizer_title
 from meshlib.command.subject import Subject, completed_layouts
-from meshlib.core.errors import GraphError, MeshlibError
-from meshlib.core.graph import FORWARD
+from meshlib.command.tried_layouts import PlannedLayout, planned
+from meshlib.core.errors import MeshlibError
 from meshlib.core.slices import assumed_figures
 from meshlib.core.text import PRICED, bytes_text, count_text, ending, grid, seconds_text, usd_text, width, wrapped
-from meshlib.estimation import Estimate, HostInput, estimate
+from meshlib.estimation import Estimate
 from meshlib.estimation.memory.remedies import Remedy
-from meshlib.estimation.views.rows import Row, names_of_forward
-from meshlib.estimation.views.whole_run import WholeRun
+from meshlib.estimation.views.rows import Row
 
 CAUSES, REMEDIES = 4, 3  # collectives and remedies shown in a plan
-
-
-@dataclass(frozen=True)
-class PlannedLayout:
-    """One layout of the program: its estimate, or the reason why there is none."""
-
-    name: str
-    mesh: str
-    choices: dict[str, object]
-    est: Estimate | None
-    fault: str = ""
-    run: WholeRun | None = None
-
-    @property
-    def fits(self) -> bool:
-        """True if the layout was estimated and fits."""
-        return self.est is not None and self.est.fits
-
-    @property
-    def state_fits(self) -> bool:
-        """True if variables, slots and gradients alone fit, so that a smaller batch may."""
-        return self.est is None or self.est.memory.state_bytes <= self.est.memory.capacity_bytes
-
-    @property
-    def order(self) -> tuple[bool, bool, float]:
-        """Sort key: layouts that fit by step time, then the others by memory, then those without an estimate."""
-        if self.est is None:
-            return (True, True, 0.0)
-        over = self.est.memory.needed_bytes if not self.est.fits else self.est.step_seconds
-        return (False, not self.est.fits, over)
-
-
-@dataclass(frozen=True)
-class WholeRunOptions:
-    """Options of a whole run: arguments of `Estimate.run`, and the rate at which a host prepares examples."""
-
-    how_long: dict[str, Any]
-    evaluation_examples: int | None = None
-    evaluate_every: int | None = None
-    input: HostInput | None = None
-
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> WholeRunOptions:
-        """The options of a command.
-
-        Raises: GraphError for what does not go together.
-        """
-        names = ("tokens", "epochs", "steps", "examples")
-        how_long = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-        if not how_long and (args.evaluate_every or args.evaluation_examples):
-            raise GraphError("evaluations are part of a whole run: give its length by --tokens, --epochs or --steps")
-        if args.evaluate_every and not args.evaluation_examples:
-            raise GraphError("--evaluate-every needs --evaluation-examples")
-        if (args.epochs is None) != (args.examples is None):
-            raise GraphError("--epochs and --examples, the examples of an epoch, go together")
-        fed = None if args.input_rate is None else HostInput(examples_per_second=args.input_rate)
-        return cls(how_long, args.evaluation_examples, args.evaluate_every, fed)
-
-    def run(self, subject: Subject, est: Estimate, name: str, mesh: str) -> WholeRun | None:
-        """The whole run of an estimated layout; None if no run was asked for."""
-        if not self.how_long:
-            return None
-        more: dict[str, Any] = {}
-        if self.evaluation_examples is not None:
-            evaluation = estimate(subject.evaluation(name, mesh), est.slice, input=self.input)
-            more = {"evaluation": evaluation, "evaluation_examples": self.evaluation_examples}
-        return est.run(**self.how_long, **more, evaluate_every=self.evaluate_every)
-
-
-NOTHING = WholeRunOptions({})
-
-
-def planned(
-    subject: Subject, where: Slice, name: str, mesh: str, asked: WholeRunOptions = NOTHING, **choices: object
-) -> PlannedLayout:
-    """Lower and estimate one layout."""
-    try:
-        program = subject.lowered(name, mesh, **choices)
-        est = estimate(program, where, input=asked.input, placement=subject.placement)
-    except MeshlibError as fault:
-        return PlannedLayout(name, mesh, choices, None, str(fault))
-    return PlannedLayout(name, mesh, choices, est, run=asked.run(subject, est, name, mesh))
-
-
-def plans_of(
-    subject: Subject,
-    where: Slice,
-    layouts: Sequence[tuple[str, str]],
-    remat: str | None,
-    asked: WholeRunOptions = NOTHING,
-    progress: Callable[[int, int, str], None] = lambda done, total, text: None,
-) -> list[PlannedLayout]:
-    """All layouts, best first; unless remat is given, the best is also tried with the other policies."""
-    first: dict[str, object] = {"remat": remat or REMAT[0]} if subject.config is not None else {}
-    plans: list[PlannedLayout] = []
-
-    def add(name: str, mesh: str, **choices: object) -> PlannedLayout:
-        plan = planned(subject, where, name, mesh, asked, **choices)
-        plans.append(plan)
-        best = min(plans, key=lambda p: p.order)
-        progress(len(plans), max(len(plans), len(layouts)), f"layouts{_first_verdict(best)}")
-        return plan
-
-    for name, mesh in layouts:
-        add(name, mesh, **first)
-    if first and remat is None:
-        fastest = min((p.est.step_seconds for p in plans if p.est is not None and p.est.fits), default=0.0)
-        for plan in sorted(plans, key=lambda p: p.order):
-            if plan.est is None or not plan.est.fits or _least_seconds(plan.est) >= fastest:
-                continue
-            for other in REMAT[1:]:  # each keeps more than the one before
-                lighter = add(plan.name, plan.mesh, remat=other)
-                if lighter.est is None or not lighter.est.fits:
-                    break
-                fastest = min(fastest, lighter.est.step_seconds)
-    return sorted(plans, key=lambda p: p.order)
-
-
-def _first_verdict(best: PlannedLayout) -> str:
-    """The verdict so far, shown while other layouts are estimated."""
-    if best.est is None:
-        return ""
-    return f"; {'fits' if best.fits else 'none fits'}: {best.name}, {seconds_text(best.est.step_seconds)}"
-
-
-def _least_seconds(est: Estimate) -> float:
-    """Rough lower bound of a step without recomputation and repeated gathers in its backward pass. Modelled."""
-    forward = names_of_forward(est.schedule)
-    again = sum(r.total_seconds for r in est.rows if r.phase != FORWARD and r.name in forward)
-    return est.step_seconds - again
 
 
 # ------------------------------------------------------------ text
@@ -349,17 +217,19 @@ def _command_lines(words: Sequence[str]) -> list[str]:
 
 def _ranking(subject: Subject, plans: Sequence[PlannedLayout]) -> list[str]:
     cells = [("", "step*", "MFU*", "peak", *plans[0].choices, "layout", "mesh")]
-    faults = []
+    faults = dict[str, None]()
     for n, plan in enumerate(plans, start=1):
+        est, step, mfu = plan.est, "-", "-"
+        if est is not None:
+            step, mfu = seconds_text(est.step_seconds), f"{est.mfu:.1%}"
+        peak = f"> {bytes_text(plan.least_bytes)} !" if plan.least_bytes else "-"
+        if plan.memory is not None:
+            peak = bytes_text(plan.memory.peak_bytes) + ("" if plan.fits else " !")
+        elif not plan.least_bytes:
+            faults |= dict.fromkeys(["", f"{plan.name} on {plan.mesh}: {plan.fault}"])
         chosen = [str(value) for value in plan.choices.values()]
-        if plan.est is None:
-            cells.append((str(n), "-", "-", "-", *chosen, plan.name, plan.mesh))
-            faults += ["", f"{plan.name} on {plan.mesh}: {plan.fault}"]
-            continue
-        peak = bytes_text(plan.est.memory.peak_bytes) + ("" if plan.est.fits else " !")
-        figures = (seconds_text(plan.est.step_seconds), f"{plan.est.mfu:.1%}", peak)
-        cells.append((str(n), *figures, *chosen, plan.name, plan.mesh))
-    note = ["! does not fit"] if any(p.est is not None and not p.est.fits for p in plans) else []
+        cells.append((str(n), step, mfu, peak, *chosen, plan.name, plan.mesh))
+    note = ["! does not fit"] if any((p.memory is not None and not p.fits) or p.least_bytes for p in plans) else []
     return [*grid(cells, right=(1, 2, 3)), *note, *_notes_on_others(plans), *faults]
 
 
@@ -367,7 +237,7 @@ def _notes_on_others(plans: Sequence[PlannedLayout]) -> list[str]:
     """The notes of all programs but the best, which is shown with its own, with their numbers in the ranking."""
     numbers: dict[str, list[str]] = {}
     for n, plan in enumerate(plans, start=1):
-        for text in plan.est.program.notes if plan.est is not None else ():
+        for text in plan.memory.notes if plan.memory is not None else ():
             numbers.setdefault(text, []).append(str(n))
     others = {text: ns for text, ns in numbers.items() if ns[0] != "1"}
     return [line for text, ns in others.items() for line in wrapped(text, f"note on {', '.join(ns)}: ", " ")]
@@ -385,13 +255,18 @@ def json_of(subject: Subject, where: Slice, plans: Sequence[PlannedLayout]) -> d
 
 def _entry(plan: PlannedLayout) -> dict[str, Any]:
     head = {"name": plan.name, "mesh": plan.mesh, **plan.choices}
+    if plan.memory is None:
+        least = {"fits": False, "least_bytes": plan.least_bytes} if plan.least_bytes else {}
+        return {**head, **least, "fault": plan.fault}
+    exact, modelled = "state_bytes", "verdict needed_bytes plain_jit_bytes"
+    figures = {} if plan.est is None else of_step(plan.est)
     if plan.est is None:
-        return {**head, "fault": plan.fault}
-    est = plan.est
+        figures = {"layout": str(plan.memory.program.layout)}
+        exact = f"peak_bytes capacity_bytes fits {exact}"
     return {
         **head,
-        **of_step(est),
-        **picked(est.memory, "state_bytes", "verdict needed_bytes plain_jit_bytes"),
-        "whole_run_bytes_modelled": est.memory.run_bytes,
+        **figures,
+        **picked(plan.memory, exact, modelled),
+        "whole_run_bytes_modelled": plan.memory.run_bytes,
         **({} if plan.run is None else {"run": plan.run.as_json()}),
     }

@@ -11,7 +11,7 @@ from hardware.slices import Slice
 from meshlib.command.choices import is_maxtext
 from meshlib.command.figures import of_search
 from meshlib.command.output import answer, create_folder, say, say_json, say_verdict, writable
-from meshlib.command.plan import PlannedLayout, WholeRunOptions, json_of, next_commands, planned, plans_of, text_of
+from meshlib.command.plan import json_of, next_commands, text_of
 from meshlib.command.subject import (
     Subject,
     completed_layouts,
@@ -22,8 +22,19 @@ from meshlib.command.subject import (
     tried_values,
 )
 from meshlib.command.terminal import INTERRUPTED, Progress
+from meshlib.command.tried_layouts import (
+    PlannedLayout,
+    WholeRunOptions,
+    only_smaller_batches,
+    other_layouts,
+    planned,
+    plans_of,
+    timed,
+    with_more_rematerialisation,
+)
 from meshlib.core.errors import GraphError
 from meshlib.core.text import wrapped
+from meshlib.estimation.memory.other_layouts import OtherLayouts
 
 if TYPE_CHECKING:
     from meshlib.report.alternatives import Alternative
@@ -116,15 +127,22 @@ def _usual_plans(
     """The layouts named, or the usual ones, ranked; a batch that was not asked for is halved until a layout fits."""
     first = subject
     with Progress(args.quiet, at_once=True) as bar:  # the first verdict shows while others are tried
-        plans = plans_of(subject, where, _layouts(args, subject, where), args.remat, asked, bar)
-        if args.layout and plans[0].est is None:
-            raise GraphError(plans[0].fault)
-        while not args.layout and (smaller := _with_half_the_batch(subject, plans)) is not None:
-            other = plans_of(smaller, where, _layouts(args, smaller, where), args.remat, asked, bar)
-            if other[0].fits or other[0].order < plans[0].order:
-                subject, plans = smaller, other
-            if other[0].est is None or not other[0].fits:
-                break
+
+        def plans_at(subject: Subject, known: OtherLayouts | None, is_last: bool) -> list[PlannedLayout]:
+            layouts = _layouts(args, subject, where)
+            return plans_of(subject, where, layouts, args.remat, asked, bar, bool(args.layout), known, is_last)
+
+        smaller = None if args.layout else _with_half_the_batch(subject)
+        batches = [subject] if smaller is None else [subject, smaller]
+        if smaller is not None and only_smaller_batches(subject, where, _layouts(args, subject, where), args.remat):
+            batches = [smaller]
+        subject, plans = batches[0], plans_at(batches[0], None, len(batches) == 1)
+        for other in batches[1:] if not plans[0].fits and any(plan.state_fits for plan in plans) else ():
+            at_other = plans_at(other, other_layouts(subject, plans), is_last=True)
+            subject, plans = min((subject, plans), (other, at_other), key=lambda each: each[1][0].order)
+    plans[0] = timed(subject, where, plans[0], asked)
+    if args.layout and plans[0].est is None:
+        raise GraphError(plans[0].fault)
     if subject is not first:
         batch, halved = first.sizes["batch"], subject.sizes["batch"]
         rest = "" if plans[0].fits else ", which do not fit either"
@@ -140,11 +158,9 @@ def _layouts(args: argparse.Namespace, subject: Subject, where: Slice) -> list[t
     return completed_layouts(subject, args.mesh) if args.mesh else subject.usual(where.devices)
 
 
-def _with_half_the_batch(subject: Subject, plans: Sequence[PlannedLayout]) -> Subject | None:
-    """The subject with half as many sequences; None if the batch was given, a layout fits, or no batch would fit."""
+def _with_half_the_batch(subject: Subject) -> Subject | None:
+    """The subject with half as many sequences; None if the batch was given."""
     if subject.config is None or subject.given_batch or subject.sizes["batch"] < 2:
-        return None
-    if plans[0].fits or not any(plan.state_fits for plan in plans):
         return None
     sizes = {**subject.sizes, "batch": subject.sizes["batch"] // 2}
     return of_model(subject.config, sizes, subject.step, subject.compiler, given_batch=True)
@@ -242,6 +258,8 @@ def report(args: argparse.Namespace) -> int:
     best = plans[0] if plans else None
     if best is None or best.est is None:
         raise GraphError(f"{subject.name} on {where.name}: no layout could be estimated: {_faults(plans)}")
+    if result is None and not args.remat:
+        plans = with_more_rematerialisation(subject, where, plans)
     options, certificate = (
         (_alternatives(plans), "") if result is None else (alternatives_of(result), result.certificate)
     )

@@ -41,6 +41,7 @@ from meshlib.models import (
 )
 from meshlib.models.train import step_arguments, transformer_builder
 from meshlib.optimize import MomentumOptimizer
+from meshlib.searching.bounds.least_memory import LeastMemory
 
 TOKENS_OF_A_DEVICE = 4096
 IMAGES_OF_A_DEVICE = 128
@@ -77,6 +78,7 @@ class Subject:
     given_batch: bool = True
     settings: Mapping[str, object] = field(default_factory=dict)
     _sessions: dict[object, Session] = field(default_factory=dict)
+    _least_memory: dict[object, LeastMemory] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int | None:
@@ -120,6 +122,13 @@ class Subject:
                 program = self.built(**choices)
             self._sessions[key] = Session(*program) if first is None else first.sibling(*program)
         return self._sessions[key]
+
+    def least_memory(self, **choices: object) -> LeastMemory:
+        """Lower bounds of memory of the program built with these arguments."""
+        key = tuple(choices.items())
+        if key not in self._least_memory:
+            self._least_memory[key] = LeastMemory.of(self.session(**choices).subjects.operations)
+        return self._least_memory[key]
 
     def sized(self, **choices: object) -> Subject:
         """The subject with the batch and length of a search's choice, if it chose them."""

@@ -1,0 +1,306 @@
+"""The layouts of a plan: each lowered and estimated, or excluded by a bound of its memory, best first."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from math import inf
+from typing import Any
+
+from hardware.slices import Slice
+from layouts import Mesh
+from meshlib.command.choices import REMAT
+from meshlib.command.subject import Subject
+from meshlib.core.errors import GraphError, MeshlibError
+from meshlib.core.graph import FORWARD
+from meshlib.core.text import bytes_text, seconds_text
+from meshlib.estimation import DeviceMemory, Estimate, HostInput, estimate
+from meshlib.estimation.memory.device_memory import memory_on
+from meshlib.estimation.memory.other_layouts import OtherLayouts
+from meshlib.estimation.views.rows import names_of_forward
+from meshlib.estimation.views.whole_run import WholeRun
+
+EFFORT = 7500  # operations lowered, once a layout fits, before the remaining usual layouts are left out: about 1 s
+
+ERROR = 1.35  # most by which `OtherLayouts` is too high: T5 on 64 devices, sequence axis from fully sharded
+BATCH = "batch"  # the dim of a model's sequences
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """One layout of the program: its memory and, where it fits or was named, its estimate; or why there is none.
+
+    `least_bytes`: a lower bound of its memory, if that excludes it.
+    """
+
+    name: str
+    mesh: str
+    choices: dict[str, object]
+    est: Estimate | None = None
+    fault: str = ""
+    run: WholeRun | None = None
+    memory: DeviceMemory | None = None
+    least_bytes: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        """True if the layout was lowered and fits."""
+        return self.memory is not None and self.memory.fits
+
+    @property
+    def state_fits(self) -> bool:
+        """True if variables, slots and gradients alone fit, so that a smaller batch may."""
+        return self.memory is not None and self.memory.state_bytes <= self.memory.capacity_bytes
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Sort key: layouts that fit by step time, others by memory, those excluded by their bound, the rest."""
+        if self.est is not None and self.fits:
+            return (0, self.est.step_seconds)
+        if self.memory is not None:
+            return (1, self.memory.needed_bytes)
+        return (2, self.least_bytes) if self.least_bytes else (3, 0.0)
+
+
+@dataclass(frozen=True)
+class WholeRunOptions:
+    """Options of a whole run: arguments of `Estimate.run`, and the rate at which a host prepares examples."""
+
+    how_long: dict[str, Any]
+    evaluation_examples: int | None = None
+    evaluate_every: int | None = None
+    input: HostInput | None = None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> WholeRunOptions:
+        """The options of a command.
+
+        Raises: GraphError for what does not go together.
+        """
+        names = ("tokens", "epochs", "steps", "examples")
+        how_long = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+        if not how_long and (args.evaluate_every or args.evaluation_examples):
+            raise GraphError("evaluations are part of a whole run: give its length by --tokens, --epochs or --steps")
+        if args.evaluate_every and not args.evaluation_examples:
+            raise GraphError("--evaluate-every needs --evaluation-examples")
+        if (args.epochs is None) != (args.examples is None):
+            raise GraphError("--epochs and --examples, the examples of an epoch, go together")
+        fed = None if args.input_rate is None else HostInput(examples_per_second=args.input_rate)
+        return cls(how_long, args.evaluation_examples, args.evaluate_every, fed)
+
+    def run(self, subject: Subject, est: Estimate, name: str, mesh: str) -> WholeRun | None:
+        """The whole run of an estimated layout; None if no run was asked for."""
+        if not self.how_long:
+            return None
+        more: dict[str, Any] = {}
+        if self.evaluation_examples is not None:
+            evaluation = estimate(subject.evaluation(name, mesh), est.slice, input=self.input)
+            more = {"evaluation": evaluation, "evaluation_examples": self.evaluation_examples}
+        return est.run(**self.how_long, **more, evaluate_every=self.evaluate_every)
+
+
+NOTHING = WholeRunOptions({})
+
+
+def planned(
+    subject: Subject, where: Slice, name: str, mesh: str, asked: WholeRunOptions = NOTHING, **choices: object
+) -> PlannedLayout:
+    """Lower and estimate one layout."""
+    return timed(subject, where, _lowered(subject, where, name, mesh, choices), asked)
+
+
+def _lowered(subject: Subject, where: Slice, name: str, mesh: str, choices: dict[str, object]) -> PlannedLayout:
+    """One layout with its memory."""
+    try:
+        program = subject.lowered(name, mesh, **choices)
+    except MeshlibError as fault:
+        return PlannedLayout(name, mesh, choices, fault=str(fault))
+    return PlannedLayout(name, mesh, choices, memory=memory_on(program, where))
+
+
+def timed(subject: Subject, where: Slice, plan: PlannedLayout, asked: WholeRunOptions) -> PlannedLayout:
+    """A lowered layout with its estimate."""
+    if plan.memory is None or plan.est is not None:
+        return plan
+    try:
+        est = estimate(plan.memory.program, where, input=asked.input, placement=subject.placement)
+    except MeshlibError as fault:
+        return PlannedLayout(plan.name, plan.mesh, plan.choices, fault=str(fault))
+    return replace(plan, est=est, run=asked.run(subject, est, plan.name, plan.mesh))
+
+
+def plans_of(
+    subject: Subject,
+    where: Slice,
+    layouts: Sequence[tuple[str, str]],
+    remat: str | None,
+    asked: WholeRunOptions = NOTHING,
+    progress: Callable[[int, int, str], None] = lambda done, total, text: None,
+    named: bool = False,
+    known: OtherLayouts | None = None,
+    is_last: bool = True,
+) -> list[PlannedLayout]:
+    """Plans of the layouts, best first.
+
+    Without `remat`, a model's layouts are tried with the least rematerialisation that fits. A layout that cannot fit is
+    not lowered, and one that does not fit has no estimate, unless the user `named` it. Once a layout fits, the rest are
+    left out if the program is large. `known`: of another batch; `is_last`: False if another batch is tried next.
+    """
+    levels = [remat] if remat else list(REMAT)
+    choices: list[dict[str, object]] = [{"remat": level} for level in levels] if subject.config is not None else [{}]
+    tries = _Tries(subject, where, choices, asked, named, progress, len(layouts), known, is_last)
+    left = list(layouts)
+    while left:
+        if not named and tries.fastest == inf:
+            left.sort(key=lambda each: tries.about(*each))
+        tries.usual(*left.pop(0))
+    if not any(plan.memory for plan in tries.plans):
+        for plan in sorted(tries.plans, key=lambda p: p.order):
+            if plan.choices == choices[0] and 0 < plan.least_bytes < tries.least_needed:
+                tries.plans.remove(plan)
+                tries.add(plan.name, plan.mesh, plan.choices)
+    for plan in sorted(tries.plans, key=lambda p: p.order):
+        if tries.effort < EFFORT and plan.choices == choices[0] and _least_seconds(plan) < tries.fastest:
+            tries.lighter(plan.name, plan.mesh)
+    fitting = {(plan.name, plan.mesh) for plan in tries.plans if plan.fits}
+    plans = [p for p in tries.plans if p.choices == choices[0] or not p.least_bytes or (p.name, p.mesh) in fitting]
+    return sorted(plans, key=lambda p: p.order)
+
+
+def with_more_rematerialisation(subject: Subject, where: Slice, plans: Sequence[PlannedLayout]) -> list[PlannedLayout]:
+    """The plans, and the best one with more rematerialisation: slower, in less memory."""
+    best, tried = plans[0], [(plan.name, plan.mesh, plan.choices) for plan in plans]
+    levels = REMAT[: REMAT.index(str(best.choices["remat"]))] if best.choices.get("remat") in REMAT else ()
+    wanted: list[tuple[str, str, dict[str, Any]]] = [(best.name, best.mesh, {"remat": level}) for level in levels]
+    return [*plans, *(planned(subject, where, n, m, **c) for n, m, c in wanted if (n, m, c) not in tried)]
+
+
+def other_layouts(subject: Subject, plans: Sequence[PlannedLayout]) -> OtherLayouts | None:
+    """What the plans, of which none fits, tell about other layouts and batches of the model."""
+    lowered = [p.memory for p in plans if p.memory is not None]
+    return OtherLayouts(lowered[0], (BATCH, subject.sizes[BATCH])) if lowered else None
+
+
+@dataclass
+class _Tries:
+    """Layouts tried in turn, each with the first of `choices`, the most rematerialisation, or with later ones."""
+
+    subject: Subject
+    where: Slice
+    choices: Sequence[dict[str, object]]
+    asked: WholeRunOptions
+    named: bool
+    progress: Callable[[int, int, str], None]
+    count: int
+    known: OtherLayouts | None
+    is_last: bool
+    plans: list[PlannedLayout] = field(default_factory=list)
+    effort: int = 0
+    _lightened: set[tuple[str, str]] = field(default_factory=set)
+
+    @property
+    def fastest(self) -> float:
+        """The shortest step of the layouts that fit."""
+        return min((plan.est.step_seconds for plan in self.plans if plan.est and plan.fits), default=inf)
+
+    def about(self, name: str, mesh: str) -> float:
+        """About the bytes that a layout needs with the most rematerialisation; 0 if nothing is known."""
+        if self.known is None:
+            return 0.0
+        try:
+            return self.known.needed_bytes(self.subject.rules(name, mesh), Mesh(mesh), self.subject.sizes[BATCH])
+        except MeshlibError:  # lowering reports it
+            return 0.0
+
+    def usual(self, name: str, mesh: str) -> None:
+        """Try a layout: until one fits with the least rematerialisation, later with the most."""
+        first, fits = self.choices[0], self.fastest < inf
+        if self.named:
+            self.add(name, mesh, first)
+        elif fits and self.effort >= EFFORT:
+            fault = f"not tried, since another fits and the program is large; --layout '{name}@{mesh}' tries it"
+            self.plans.append(PlannedLayout(name, mesh, first, fault=fault))
+        elif self.excluded(name, mesh, first):
+            return
+        elif not fits and (about := self.about(name, mesh)) > ERROR * self._wanted_bytes:
+            fault = f"not tried, since it would need about {bytes_text(about)}*"
+            self.plans.append(PlannedLayout(name, mesh, first, fault=fault))
+        elif fits or self.known is not None or not self.lighter(name, mesh):
+            plan = self.add(name, mesh, first)
+            if self.known is None and not plan.fits and self.subject.config is not None:
+                self.known = other_layouts(self.subject, [plan])
+
+    @property
+    def least_needed(self) -> float:
+        """The fewest bytes that a lowered layout is known to need."""
+        lowered = [plan.memory for plan in self.plans if plan.memory is not None]
+        lowered += [self.known.memory] if self.known is not None else []
+        return min((memory.needed_bytes for memory in lowered), default=inf)
+
+    @property
+    def _wanted_bytes(self) -> float:
+        """The bytes that a layout must not need to be worth trying, while none fits."""
+        return self.least_needed if self.is_last else self.where.usable_hbm_bytes_per_device
+
+    def lighter(self, name: str, mesh: str) -> bool:
+        """Try the least rematerialisation that may fit, then more, but not the most; returns whether one fits."""
+        if (name, mesh) in self._lightened:
+            return False
+        self._lightened.add((name, mesh))
+        passing = takewhile(lambda choices: not self.excluded(name, mesh, choices), self.choices[1:])
+        return any(self.add(name, mesh, choices).fits for choices in [*passing][::-1])
+
+    def add(self, name: str, mesh: str, choices: dict[str, object]) -> PlannedLayout:
+        """Lower a layout, and estimate it if it fits or was named."""
+        plan = _lowered(self.subject, self.where, name, mesh, choices)
+        if plan.fits or self.named:
+            plan = timed(self.subject, self.where, plan, self.asked)
+        self.effort += len(self.subject.session(**choices).subjects.operations)
+        self.plans.append(plan)
+        tried = sum(plan.memory is not None for plan in self.plans)
+        best = min(self.plans, key=lambda p: p.order)
+        self.progress(tried, max(tried, self.count), f"layouts{_first_verdict(best)}")
+        return plan
+
+    def excluded(self, name: str, mesh: str, choices: dict[str, object]) -> bool:
+        """True if a layout cannot fit; that is then one of the plans."""
+        try:
+            least = self.subject.least_memory(**choices).peak_bytes(self.subject.rules(name, mesh), Mesh(mesh))
+        except MeshlibError:  # lowering reports it
+            return False
+        over = least > self.where.usable_hbm_bytes_per_device
+        if over:
+            fault = f"not lowered, since it needs at least {bytes_text(least)}"
+            self.plans.append(PlannedLayout(name, mesh, choices, fault=fault, least_bytes=least))
+        return over
+
+
+def only_smaller_batches(subject: Subject, where: Slice, layouts: Sequence[tuple[str, str]], remat: str | None) -> bool:
+    """True if none of a model's layouts can fit, although the state of one does, with gradients."""
+    least, capacity = subject.least_memory(remat=remat or REMAT[0]), where.usable_hbm_bytes_per_device
+    try:
+        placed = [(subject.rules(name, mesh), Mesh(mesh)) for name, mesh in layouts]
+        fits = any(least.peak_bytes(*each) <= capacity for each in placed)
+        return not fits and any(least.state_bytes(*each, gradients=True) <= capacity for each in placed)
+    except MeshlibError:  # lowering reports it
+        return False
+
+
+def _first_verdict(best: PlannedLayout) -> str:
+    """The verdict so far, shown while other layouts are tried."""
+    if best.memory is None:
+        return ""
+    step = "" if best.est is None else f", {seconds_text(best.est.step_seconds)}"
+    return f"; {'fits' if best.fits else 'none fits'}: {best.name}{step}"
+
+
+def _least_seconds(plan: PlannedLayout) -> float:
+    """Rough lower bound of a fitting plan's step without recomputation and repeated gathers in its backward pass.
+    Modelled."""
+    if plan.est is None or not plan.fits:
+        return inf
+    forward = names_of_forward(plan.est.schedule)
+    again = sum(r.total_seconds for r in plan.est.rows if r.phase != FORWARD and r.name in forward)
+    return plan.est.step_seconds - again
