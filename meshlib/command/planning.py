@@ -25,7 +25,7 @@ from meshlib.command.terminal import INTERRUPTED, Progress
 from meshlib.command.tried_layouts import (
     PlannedLayout,
     WholeRunOptions,
-    only_smaller_batches,
+    batches_that_may_fit,
     other_layouts,
     planned,
     plans_of,
@@ -132,12 +132,12 @@ def _usual_plans(
             layouts = _layouts(args, subject, where)
             return plans_of(subject, where, layouts, args.remat, asked, bar, bool(args.layout), known, is_last)
 
-        smaller = None if args.layout else _with_half_the_batch(subject)
-        batches = [subject] if smaller is None else [subject, smaller]
-        if smaller is not None and only_smaller_batches(subject, where, _layouts(args, subject, where), args.remat):
-            batches = [smaller]
-        subject, plans = batches[0], plans_at(batches[0], None, len(batches) == 1)
-        for other in batches[1:] if not plans[0].fits and any(plan.state_fits for plan in plans) else ():
+        batches = [subject]
+        if not args.layout and (smaller := _with_half_the_batch(subject)) is not None:
+            fits, state_fits = batches_that_may_fit(subject, where, _layouts(args, subject, where), args.remat)
+            batches = [subject] if not state_fits else [subject, smaller] if fits else [smaller, subject]
+        subject, plans = batches[0], plans_at(batches[0], None, is_last=len(batches) == 1)
+        for other in batches[1:] if not plans[0].fits else ():
             at_other = plans_at(other, other_layouts(subject, plans), is_last=True)
             subject, plans = min((subject, plans), (other, at_other), key=lambda each: each[1][0].order)
     plans[0] = timed(subject, where, plans[0], asked)

@@ -22,7 +22,7 @@ from meshlib.estimation.memory.other_layouts import OtherLayouts
 from meshlib.estimation.views.rows import names_of_forward
 from meshlib.estimation.views.whole_run import WholeRun
 
-EFFORT = 7500  # operations lowered, once a layout fits, before the remaining usual layouts are left out: about 1 s
+EFFORT = 7500  # operations of lowered layouts that fit after which the remaining usual ones are left out: about 1 s
 
 ERROR = 1.35  # most by which `OtherLayouts` is too high: T5 on 64 devices, sequence axis from fully sharded
 BATCH = "batch"  # the dim of a model's sequences
@@ -48,11 +48,6 @@ class PlannedLayout:
     def fits(self) -> bool:
         """True if the layout was lowered and fits."""
         return self.memory is not None and self.memory.fits
-
-    @property
-    def state_fits(self) -> bool:
-        """True if variables, slots and gradients alone fit, so that a smaller batch may."""
-        return self.memory is not None and self.memory.state_bytes <= self.memory.capacity_bytes
 
     @property
     def order(self) -> tuple[int, float]:
@@ -257,7 +252,7 @@ class _Tries:
         plan = _lowered(self.subject, self.where, name, mesh, choices)
         if plan.fits or self.named:
             plan = timed(self.subject, self.where, plan, self.asked)
-        self.effort += len(self.subject.session(**choices).subjects.operations)
+        self.effort += plan.fits * len(self.subject.session(**choices).subjects.operations)
         self.plans.append(plan)
         tried = sum(plan.memory is not None for plan in self.plans)
         best = min(self.plans, key=lambda p: p.order)
@@ -277,15 +272,17 @@ class _Tries:
         return over
 
 
-def only_smaller_batches(subject: Subject, where: Slice, layouts: Sequence[tuple[str, str]], remat: str | None) -> bool:
-    """True if none of a model's layouts can fit, although the state of one does, with gradients."""
+def batches_that_may_fit(
+    subject: Subject, where: Slice, layouts: Sequence[tuple[str, str]], remat: str | None
+) -> tuple[bool, bool]:
+    """Whether one of a model's layouts may fit, and whether the state of one does, with gradients, at any batch."""
     least, capacity = subject.least_memory(remat=remat or REMAT[0]), where.usable_hbm_bytes_per_device
     try:
         placed = [(subject.rules(name, mesh), Mesh(mesh)) for name, mesh in layouts]
         fits = any(least.peak_bytes(*each) <= capacity for each in placed)
-        return not fits and any(least.state_bytes(*each, gradients=True) <= capacity for each in placed)
+        return fits, any(least.state_bytes(*each, gradients=True) <= capacity for each in placed)
     except MeshlibError:  # lowering reports it
-        return False
+        return True, True
 
 
 def _first_verdict(best: PlannedLayout) -> str:

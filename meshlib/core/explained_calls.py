@@ -2,12 +2,16 @@
 
 Python's own TypeError names neither the user's line nor the accepted arguments. Arguments are checked only after a call
 has failed, so that a valid call costs one extra frame.
+
+A class is explained when its name is read, or when an explained call first returns one of its instances; with it the
+types that its public attributes are annotated with.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from inspect import Parameter, isclass, isfunction, signature
 from itertools import takewhile
@@ -41,7 +45,7 @@ def explained_calls(
 
     def exported(value: Any) -> Any:
         if isclass(value):
-            _explain_class(value)
+            _explain_class(value, ("__init__",))
         elif isfunction(value) and value not in _EXPLAINED:  # already wrapped by another package
             if value not in calls:
                 calls[value] = _exported(value, package, wrap(value))
@@ -58,7 +62,7 @@ def explain_module(name: str) -> None:
         if shown.startswith("_") or getattr(part, "__module__", "") != name:
             continue
         if isclass(part):
-            _explain_class(part)
+            _explain_class(part, ("__init__",))
         elif isfunction(part) and not hasattr(part, "__wrapped__"):
             setattr(module, shown, _explaining(part, partial(_function_called, part)))
 
@@ -106,7 +110,6 @@ def _exported(function: Callable[..., Any], package: str, call: Callable[..., An
         call.__module__ = package
         return call
     call = _explaining(function, partial(_function_called, function))
-    _EXPLAINED.add(call)
     home = sys.modules[function.__module__]
     if getattr(home, function.__name__, None) is function:
         setattr(home, function.__name__, call)
@@ -119,32 +122,60 @@ def _explaining(function: Callable[P, T], called: Callable[[tuple[Any, ...]], Ca
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
         except TypeError as fault:
             refuse_misfit(fault, *called(args), kwargs)
             raise
+        if type(result) not in _MET:
+            _meet(type(result))
+        return result
 
+    _EXPLAINED.add(checked)
     return checked
 
 
-_EXPLAINED: set[object] = set()  # wrapped classes, and wrappers of functions
+_EXPLAINED: set[object] = set()  # wrappers of functions and methods
+_MET: set[type] = set()  # classes that need no more attention
 
 
-def _explain_class(kind: type) -> None:
-    """Wrap `__init__` and the public methods of a class of this library and of its bases."""
+def _meet(kind: type) -> None:
+    """Explain a class of this library, and the types of its public attributes, once."""
+    if kind in _MET:
+        return
+    _MET.add(kind)
+    if kind.__module__.partition(".")[0] in OWN:
+        _explain_class(kind)
+
+
+def _explain_class(kind: type, more: Sequence[str] = ()) -> None:
+    """Wrap the public methods of a class of this library and of its bases, and `more`."""
     for base in kind.__mro__:
-        if base in _EXPLAINED or base.__module__.partition(".")[0] not in OWN:
+        if base.__module__.partition(".")[0] not in OWN:
             continue
-        _EXPLAINED.add(base)
         for name, method in list(vars(base).items()):
-            if name == "__init__":
+            function = method.__func__ if isinstance(method, staticmethod | classmethod) else method
+            if not isfunction(function) or function in _EXPLAINED:
+                continue
+            if name in more:
                 setattr(base, name, _explaining(method, _constructed))
-            elif isfunction(method) and (name == "__call__" or not name.startswith("_")):
-                setattr(base, name, _explaining(method, partial(_method_called, method)))
-            elif isinstance(method, staticmethod | classmethod) and isfunction(method.__func__):
-                function = method.__func__
+            elif function is not method:
                 called = partial(_function_called, function)
                 setattr(base, name, type(method)(_explaining(function, called)))
+            elif name == "__call__" or not name.startswith("_"):
+                setattr(base, name, _explaining(method, partial(_method_called, method)))
+        for attribute_type in _attribute_types(base):
+            _meet(attribute_type)
+
+
+def _attribute_types(kind: type) -> Iterator[type]:
+    """The classes in annotations of a class's public attributes, as far as its module has them."""
+    getters = {name: getattr(x, "fget", getattr(x, "func", None)) for name, x in vars(kind).items()}
+    texts = {n: getattr(f, "__annotations__", {}).get("return") for n, f in getters.items()}
+    texts |= vars(kind).get("__annotations__", {})
+    known = vars(sys.modules[kind.__module__])
+    for name, text in texts.items():
+        if not name.startswith("_"):
+            yield from filter(isclass, map(known.get, re.findall(r"\w+", str(text))))
 
 
 def _function_called(function: Callable[..., Any], args: tuple[Any, ...]) -> Called:

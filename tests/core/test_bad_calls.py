@@ -5,15 +5,20 @@ As `test_bad_input`, whose rows are mistakes in single operations, graphs, layou
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections.abc import Callable
-from inspect import Parameter, isabstract, isclass, signature
+from inspect import Parameter, getattr_static, isabstract, isclass, isfunction, signature
 
 import numpy as np
 import pytest
 
 import meshlib as mtf
 from meshlib import optimize
+from meshlib.core import explained_calls
 from meshlib.core.errors import ArgumentError
+from meshlib.core.source_lines import OWN
 from tests.command.mistakes import Mistake, assert_explained, in_graph
 from tests.core.public import public_names
 from tests.effort import each
@@ -696,3 +701,60 @@ def test_what_users_functions_raise_is_told_in_a_line(code: Callable[[], object]
         code()
     assert "\n" not in str(caught.value)
     assert caught.value.__cause__ is not None
+
+
+def public_classes() -> list[type]:
+    """The classes that users name, and those of the attributes of what they get."""
+    named = [value for value in public_callables().values() if isclass(value)]
+    return list(dict.fromkeys([*named, *explained_calls._MET]))
+
+
+def test_methods_called_with_other_arguments_are_explained() -> None:
+    """Of every public class, each method with an argument that it lacks, with too many, and with too few."""
+    methods = {
+        (kind, name): method
+        for kind in public_classes()
+        if kind.__module__.partition(".")[0] in OWN and not isabstract(kind) and kind.__new__ is object.__new__
+        for name in dir(kind)
+        if not name.startswith("_") and isfunction(method := getattr(kind, name))
+    }
+    assert len(methods) > 200
+    for (kind, name), method in methods.items():
+        own = [] if isinstance(getattr_static(kind, name), staticmethod) else [object.__new__(kind)]
+        parameters = [*signature(method).parameters.values()][len(own) :]
+        kinds = {p.kind for p in parameters}
+        title = rf"({kind.__name__}\.)?{method.__name__}" if own else re.escape(method.__qualname__)
+        if not {Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL} & kinds:
+            with pytest.raises(mtf.GraphError, match=rf"^{title} \(test_bad_calls\.py:\d+\): no argument 'nonsense'"):
+                method(*own, nonsense=1)
+        if Parameter.VAR_POSITIONAL not in kinds:
+            with pytest.raises(mtf.GraphError, match=rf"^{title} \(.*\): it takes .*, got 4\d"):
+                method(*own, *[1] * 40)
+        if any(p.default is Parameter.empty and p.kind is Parameter.POSITIONAL_OR_KEYWORD for p in parameters):
+            with pytest.raises(mtf.GraphError, match=rf"^{title} \(.*\): '.*' must be given"):
+                method(*own)
+
+
+UNNAMED = """
+import meshlib as mtf
+with mtf.Graph():
+    y = mtf.exp(mtf.input("x", "batch:8"), name="y")
+    program = mtf.lower({"y": y}, mesh="rows:4", layout="batch:rows")
+est, sim = mtf.estimate(program, "v5e-4"), mtf.simulate(program)
+for call in (
+    lambda: sim.shard("x", core=1), lambda: program.report(), lambda: est.memory.over_time(row=1),
+    lambda: est.slice.chip.source("a", "b", "c"), lambda: program.mesh.axis_size("rows", 2),
+    lambda: program.outputs["y"].sharding.of(), lambda: est.placement.device(),
+):
+    try:
+        call()
+    except mtf.GraphError as fault:
+        print(fault)
+"""
+
+
+def test_classes_need_not_be_named() -> None:
+    done = subprocess.run([sys.executable, "-c", UNNAMED], capture_output=True, text=True, check=True)
+    heads = [line.partition(" (")[0] for line in done.stdout.splitlines()]
+    methods = "Simulation.shard Program.report DeviceMemory.over_time Chip.source Mesh.axis_size Sharding.of"
+    assert heads == [*methods.split(), "Placement.device"]
