@@ -352,6 +352,28 @@ def test_the_default_batch_gives_every_device_a_sequence(capsys: pytest.CaptureF
     assert found["plans"][0]["name"] == "fsdp"
 
 
+def test_layouts_that_cannot_fit_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
+    typed = "plan llama3.1-8b --slice v5e-64 --json"
+    best, *others = json.loads(run(typed, capsys)[1])["plans"]
+    excluded = {(p["name"], p["remat"]): p for p in others if "least_bytes" in p}
+    assert best["fits"]
+    assert {("fsdp", "matmuls"), ("fsdp+tensor", "full")} <= excluded.keys()
+    for (name, remat), plan in excluded.items():
+        _, out, _ = run(f"{typed} --layout {name}@{plan['mesh']} --remat {remat}", capsys)
+        (exact,) = json.loads(out)["plans"]
+        assert plan["fits"] is exact["fits"] is False
+        assert exact["capacity_bytes"] < plan["least_bytes"] <= exact["peak_bytes"]
+
+
+def test_a_large_program_that_fits_is_compared_no_further(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshlib.command.tried_layouts.EFFORT", 1)
+    plans = json.loads(run("plan llama3.1-8b --slice v5e-64 --set layers=2 --json", capsys)[1])["plans"]
+    assert [p["name"] for p in plans if "step_seconds_modelled" in p] == ["fsdp"]
+    assert {p["name"] for p in plans if "--layout" in p.get("fault", "")} == {"fsdp+tensor", "fsdp+sequence"}
+
+
 def names_of(written: str, file: Path) -> dict[str, Any]:
     """What a file that init has written defines, if it is at a path."""
     names: dict[str, Any] = {"__file__": str(file)}
