@@ -58,6 +58,16 @@ _REDUCE = "mtf.reduce_sum, reduce_max, reduce_mean, ..."
 _POOL = "mtf.max_pool, avg_pool or pool"
 _PRINTED = "mtf.Print(x, data, message), or fetch the tensor: mtf.lower({name: x})"
 _LISTED = "print(program), and mtf.estimate(program, slice).table() with every count"
+# Public names of Mesh TensorFlow without a counterpart -> the reason.
+SUPERFLUOUS = {
+    "Depend": "updates commit together, after every read",
+    "LazyAllreduceSum": "sums stay pending where that sends less; print(program) shows them",
+    "compatible_lazy_allreduce_sums": "equally pending sums are added before they are reduced",
+    "depend": "updates commit together, after every read",
+    "parallel": "a program is what one core runs, and all run it",
+    "utils": "it places variables on hosts, and hides summaries, of which there are none",
+    "verify_no_new_dims": "each operation checks its dims, and its error names them",
+}
 # Public names of Mesh TensorFlow that differ here; `OF_OPERATIONS` covers `SomethingOperation` classes.
 OF_MESH_TENSORFLOW = {
     "Assign": _ASSIGN,
@@ -65,8 +75,6 @@ OF_MESH_TENSORFLOW = {
     "Constant": "mtf.constant(value, shape, dtype)",
     "Conv2or3dBackpropFilterOperation": _GRADIENTS,
     "Conv2or3dBackpropInputOperation": _GRADIENTS,
-    "Depend": "nothing: updates commit together, after every read",
-    "LazyAllreduceSum": "nothing: sums stay pending where that sends less; print(program) shows them",
     "LazyLaidOutTensor": _BLOCK,
     "Lowering": _LOWERED,
     "MeshImpl": _LOWERED,
@@ -89,13 +97,11 @@ OF_MESH_TENSORFLOW = {
     "binary_arguments_to_tensors": _BINARY,
     "binary_op_with_broadcasting": _BINARY,
     "binary_reduction_fn": _REDUCE,
-    "compatible_lazy_allreduce_sums": "nothing: equally pending sums are added before they are reduced",
     "convert_args_to_laid_out_tensors": _BLOCK,
     "convert_to_dimension": _DIMENSION,
     "convert_to_layout_rules": _RULES,
     "convert_to_shape": _SHAPE,
     "cwise": "mtf.slicewise(function, xs) for a NumPy function, or the operation itself, as mtf.exp(x)",
-    "depend": "nothing: updates commit together, after every read",
     "experimental": "mtf.optimize, whose optimizers have the schedules and clipping",
     "import_fully_replicated": 'mtf.input(name, shape); the layout decides, and "" leaves it whole on every core',
     "import_laid_out_tensor": "mtf.input(name, shape); the layout cuts what is fed",
@@ -108,7 +114,6 @@ OF_MESH_TENSORFLOW = {
     "mtf_pow": "mtf.pow(x, y)",
     "mtf_range": "mtf.range(dim, dtype)",
     "mtf_slice": "mtf.slice(x, begin, size, dim_name)",
-    "parallel": "nothing: a program is what one core runs, and all run it",
     "placement_mesh_impl": _LOWERED,
     "pnum_to_group": _GROUPS,
     "pnum_to_processor_coordinates": _GROUPS,
@@ -132,8 +137,6 @@ OF_MESH_TENSORFLOW = {
     "tpu_variables": _STATE,
     "transformer": "mtf.models: presets, TransformerConfig, train_step; or mtf.layers: multihead_attention, moe",
     "transpose_list_of_lists": "zip(*lists)",
-    "utils": "nothing: it places variables on hosts, and hides summaries, of which there are none",
-    "verify_no_new_dims": "nothing: each operation checks its dims, and its error names them",
 }  # fmt: skip
 _MASKS, _CACHES = "scores=mtf.layers.Scores({})", "mtf.generate(config, prompts, state), which has caches"
 _LOCAL, _HALO = "mtf.layers.local_attention_{}d(q, k, v, ...)", "mtf.halo_exchange(x, ...)"
@@ -191,24 +194,24 @@ OF_OPERATIONS = {
 
 
 def of_module(name: str, public: Collection[str]) -> str:
-    """The counterpart of a name that the library does not have; "" if unknown.
+    """What to do in place of a name that the library does not have; "" if unknown.
 
     Args:
       public: names that the library has.
     Example:
       >>> of_module("EinsumOperation", ["einsum"]), of_module("get_variable", [])
-      ('mtf.einsum', 'mtf.variable(name, shape, initializer)')
+      ('write mtf.einsum', 'write mtf.variable(name, shape, initializer)')
     """
+    if name in SUPERFLUOUS:
+        return f"leave it out: {SUPERFLUOUS[name]}"
     known = OF_MESH_TENSORFLOW.get(name) or OF_LAYERS_AND_OPTIMIZERS.get(name) or OF_OTHERS.get(name)
-    if known:
-        return known
     if name.endswith(("_backprop_input", "_backprop_filter")):
-        return _GRADIENTS
-    if not name.endswith("Operation"):
-        return ""
-    snake = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", name.removesuffix("Operation")).lower()
-    functions = OF_OPERATIONS.get(snake, snake if snake in public else "")
-    return f"mtf.{functions}" if functions else ""
+        known = _GRADIENTS
+    if known is None and name.endswith("Operation"):
+        snake = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", name.removesuffix("Operation")).lower()
+        functions = OF_OPERATIONS.get(snake, snake if snake in public else "")
+        known = f"mtf.{functions}" if functions else None
+    return "" if known is None else f"write {known}"
 
 
 # Argument names of other libraries -> the hint in messages.

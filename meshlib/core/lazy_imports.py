@@ -50,7 +50,7 @@ def lazy_names(
     Args:
       package: its `__name__`.
       exported: maps a value to its public form, such as a wrapper of a function.
-      foreign: (name, the package's names) -> a remedy for a name of another library, or "".
+      foreign: (name, the package's names) -> what to do in place of a name of another library, or "".
     Returns: functions to bind as `__getattr__` and `__dir__` in the package; `__getattr__` also provides `__all__`.
     """
     names: dict[str, Export] = {}
@@ -70,7 +70,7 @@ def lazy_names(
         export = table().get(name)
         if export is None:
             remedy = foreign(name, table())
-            hint = f"; write {remedy}".replace("write nothing", "leave it out") if remedy else nearest(name, table())
+            hint = f"; {remedy}" if remedy else nearest(name, table())
             raise AttributeError(f"module '{package}' has no attribute '{name}'{hint}")
         parent = import_module(export.module) if export.module != package else sys.modules[package]
         if export.module != package and hasattr(parent, export.attribute):
