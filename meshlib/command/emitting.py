@@ -20,7 +20,7 @@ from meshlib.sharing.emission import Emitted, flax_rules, haliax_mappings, parti
 def emitted(args: argparse.Namespace, subject: Subject, where: Slice, plans: Sequence[PlannedLayout]) -> int:
     """Print a plan for its target; returns 1 if the target cannot express all of it."""
     if args.rank > len(plans):
-        raise GraphError(f"--rank {args.rank}: there are {len(plans)} plans")
+        raise GraphError(f"--rank {args.rank}: there {'is 1 plan' if len(plans) == 1 else f'are {len(plans)} plans'}")
     plan = plans[args.rank - 1]
     if plan.est is None:
         raise GraphError(f"there is no plan to emit: {plan.fault}")

@@ -123,6 +123,7 @@ def timed(subject: Subject, where: Slice, plan: PlannedLayout, asked: WholeRunOp
         est = estimate(plan.memory.program, where, input=asked.input, placement=subject.placement)
     except MeshlibError as fault:
         return PlannedLayout(plan.name, plan.mesh, plan.choices, fault=str(fault))
+    vars(est)["memory"] = plan.memory  # a cached property
     return replace(plan, est=est, run=asked.run(subject, est, plan.name, plan.mesh))
 
 
@@ -145,6 +146,7 @@ def plans_of(
     """
     levels = [remat] if remat else list(REMAT)
     choices: list[dict[str, object]] = [{"remat": level} for level in levels] if subject.config is not None else [{}]
+    named = named or len(layouts) * len(choices) == 1
     tries = _Tries(subject, where, choices, asked, named, progress, len(layouts), known, is_last)
     left = list(layouts)
     while left:
