@@ -41,7 +41,7 @@ class LeastMemory:
         for op in outer:
             if op.opdef.kind in (Kind.INPUT, Kind.VARIABLE) and not op.output.on_host:
                 resident[op.output.shape, scope_of(op.output), op.output.dtype.itemsize] += 1
-        return LeastMemory(resident, _moments(outer), Passages.of(operations))
+        return LeastMemory(resident, _moments(outer), Passages.of(operations, settled=False))
 
     def state_bytes(self, layout: LayoutRules, mesh: Mesh, gradients: bool = False) -> float:
         """Bytes of variables, slots and inputs on one device; `gradients`: and as much for gradients as for variables.
