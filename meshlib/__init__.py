@@ -5,7 +5,7 @@ runs, which collectives were inserted and why, what they cost, and the numbers, 
 
 Each `import x as x` below makes a name public, for readers and type checkers alike; there is no second list. A name is
 imported on its first use (`meshlib.core.lazy_imports`), so what needs JAX or takes long to load costs nothing until
-then. Examples in docstrings assume `import meshlib as mtf` and `import numpy as np`.
+then.
 """
 
 from importlib.util import find_spec as _find_spec

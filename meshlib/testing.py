@@ -95,6 +95,7 @@ def assert_collectives(program: Program, expected: Sequence[Any] | Mapping[str, 
     Raises: AssertionError with the difference and the reason of everything unexpected; GraphError for an entry that
       is no collective.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("batch", 8)])
       ...     total = mtf.reduce_sum(x, name="total")
@@ -104,7 +105,7 @@ def assert_collectives(program: Program, expected: Sequence[Any] | Mapping[str, 
       >>> mtf.testing.assert_collectives(program, [])
       Traceback (most recent call last):
       AssertionError: other collectives than expected: 0 missing, 1 unexpected
-        + all_reduce over rows of total, payload 4 B  (<doctest meshlib.testing.assert_collectives[0]>:3)
+        + all_reduce over rows of total, payload 4 B  (<doctest meshlib.testing.assert_collectives[1]>:3)
             because reduce_sum 'total' sums over 'batch', split over rows: every core holds a partial sum
             avoid: leave 'batch' unsplit over rows (rule batch:rows)
         mesh rows:2   layout batch:rows
@@ -258,6 +259,7 @@ def assert_layout_invariant(
     Raises: AssertionError naming for every failing layout the wrong values and the first operation that diverges; as in
       `mtf.verify` for invalid arguments.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("batch", 4), mtf.Dimension("d", 2)])
       ...     y = mtf.softmax(x, mtf.Dimension("d", 2))
@@ -283,6 +285,7 @@ def assert_fits(program: Program, slice: Any, tight: bool = False) -> None:
     Raises: AssertionError with both sizes, the largest live tensors with their lines, and remedies; SliceError for an
       unknown slice or one of another size than the mesh.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("batch", 8)])
       ...     program = mtf.lower({"y": x * 2.0}, mesh="rows:8", layout="batch:rows")
@@ -328,6 +331,7 @@ def assert_sent_at_most(program: Program, bytes: float | str) -> None:
     Raises: AssertionError with both numbers and the largest collectives, with their reasons; GraphError for invalid
       bytes.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("batch", 8)])
       ...     program = mtf.lower({"total": mtf.reduce_sum(x)}, mesh="rows:2", layout="batch:rows")

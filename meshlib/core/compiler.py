@@ -58,6 +58,7 @@ class Compiler:
     Raises: GraphError for a value that a field cannot have.
     Example:
       >>> from dataclasses import replace
+      >>> import meshlib as mtf
       >>> print(mtf.XLA_TPU)
       xla-tpu
       >>> print(replace(mtf.XLA_TPU, unrolled_loops=True, rounding_noise_bytes=4))

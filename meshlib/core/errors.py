@@ -11,6 +11,7 @@ class GraphError(MeshlibError, ValueError):
     """The program as written is wrong: names, scopes, variables, gradients.
 
     Example:
+      >>> import meshlib as mtf
       >>> try:
       ...     mtf.optimize.SgdOptimizer(lr=-1.0)
       ... except mtf.GraphError as fault:
@@ -27,6 +28,7 @@ class ShapeError(GraphError):
     """Dims, sizes or dtypes of an operation's operands do not fit together.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     try:
       ...         mtf.add(mtf.input("x", "a:4"), mtf.input("y", "a:5"))
@@ -41,6 +43,7 @@ class ProgramError(MeshlibError):
 
     Example:
       >>> from dataclasses import replace
+      >>> import meshlib as mtf
       >>> from meshlib.program.checker import check_program
       >>> with mtf.Graph():
       ...     program = mtf.lower({"y": mtf.exp(mtf.input("x", "a:4"))})
@@ -56,6 +59,7 @@ class FeedError(MeshlibError, ValueError):
     """A value fed to a program or assigned to its state does not fit.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     sim = mtf.simulate(mtf.lower({"y": mtf.exp(mtf.input("x", "a:4"))}))
       >>> try:
@@ -70,6 +74,7 @@ class SliceError(MeshlibError, ValueError):
     """The named slice is unknown, or does not fit the mesh.
 
     Example:
+      >>> import meshlib as mtf
       >>> try:
       ...     mtf.balance("v5e-8", "data:4")
       ... except mtf.SliceError as fault:
@@ -82,6 +87,7 @@ class CheckpointError(MeshlibError):
     """A checkpoint cannot be written, is not a complete safetensors file, or does not fit the simulation.
 
     Example:
+      >>> import meshlib as mtf
       >>> try:
       ...     mtf.sharing.read_config("/nowhere/config.json")
       ... except mtf.CheckpointError as fault:
@@ -98,6 +104,7 @@ class NotFiniteError(MeshlibError, ArithmeticError):
     """A fetched value or a variable became NaN; names the operation and core that first produced it, or an infinity.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     sim = mtf.simulate(mtf.lower({"y": mtf.log(mtf.input("x", "a:2"))}))
       >>> try:
@@ -112,6 +119,7 @@ class MissingError(MeshlibError, ImportError):
     """An optional library is needed and not installed; the message names the command that installs it.
 
     Example:
+      >>> import meshlib as mtf
       >>> issubclass(mtf.MissingError, ImportError)
       True
     """
@@ -121,6 +129,7 @@ class DataError(MeshlibError, ValueError):
     """A data file is missing, damaged or malformed, or a function mapped over it failed.
 
     Example:
+      >>> import meshlib as mtf
       >>> try:
       ...     mtf.records.read("/nowhere.records")
       ... except mtf.DataError as fault:

@@ -69,6 +69,7 @@ class Tensor(Shown):
     Python operators work by dim name: `x + y` broadcasts over the dims that one side lacks.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x, b = mtf.input("x", "batch:8;d:4"), mtf.input("b", "d:4")
       ...     y = x + b
@@ -194,6 +195,7 @@ class Operation:
     is the variable that an update-region operation updates: its values are sharded like that variable's slots.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph(), mtf.scope("block"):
       ...     op = mtf.exp(mtf.input("x", "d:4")).operation
       >>> op.name, op.opdef.name, [x.name for x in op.inputs]
@@ -465,6 +467,7 @@ def scope(name: str, reuse: bool = False) -> Iterator[None]:
     With `reuse` every variable declared inside, including nested scopes, is the existing one of that name.
     Raises: GraphError if `name` is not a non-empty string without white space.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     with mtf.scope("layer_0"):
       ...         y = mtf.relu(mtf.input("x", "d:2"), name="h")

@@ -297,6 +297,7 @@ def variance_scaling(
       input_dims: by default all dims but the last.
     Raises: GraphError for an unknown mode or distribution, or a scale that is not positive.
     Example:
+      >>> import meshlib as mtf
       >>> rows, cols = mtf.Dimension("rows", 4), mtf.Dimension("cols", 400)
       >>> start = mtf.initializers.variance_scaling(2.0, "fan_out", "uniform", [rows])
       >>> with mtf.Graph():

@@ -53,6 +53,7 @@ def written_at(position: str, default: bool = False) -> Iterator[None]:
       default: whether lines of user code running inside, such as a custom gradient rule, take precedence.
     Raises: GraphError for a position that is not a str.
     Example:
+      >>> import meshlib as mtf
       >>> from meshlib.core.graph import absolute_scope
       >>> with mtf.Graph() as graph, written_at("traced.py:3"), absolute_scope("block"):
       ...     x = mtf.ones([mtf.Dimension("d", 4)])

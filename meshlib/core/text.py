@@ -236,6 +236,7 @@ def wrapped(text: str, head: str, after: str, limit: int | None = None) -> list[
 class Shown:
     """A type with its own notebook cell, rendered from the parts of the report.
 
+    >>> import meshlib as mtf
     >>> with mtf.Graph() as graph:
     ...     x = mtf.ones("batch:8")
     >>> "batch" in x._repr_html_()

@@ -114,6 +114,8 @@ class Stats:
     skipped            number of damaged records that were skipped, listed in `faults`
 
     Example:
+      >>> import numpy as np
+      >>> import meshlib as mtf
       >>> feed = iter(mtf.data.arrays({"x": np.arange(4)}).batch(2))
       >>> _ = next(feed)
       >>> feed.stats.examples, feed.stats.batches, feed.stats.skipped
@@ -141,6 +143,8 @@ class Feed(Iterator[Batch]):
     """The batches of a `Data`, or its examples if it has no batches.
 
     Example:
+      >>> import numpy as np
+      >>> import meshlib as mtf
       >>> feed = iter(mtf.data.arrays({"x": np.arange(4)}).batch(2))
       >>> next(feed)["x"].tolist(), next(feed)["x"].tolist()
       ([0, 1], [2, 3])

@@ -39,6 +39,7 @@ class Field:
         default the original size with three channels.
       name: name of the feature, if different from the field's.
     Example:
+      >>> import meshlib as mtf
       >>> pixels = mtf.data.Field("image", (32, 32, 3), name="image/encoded")  # fields={"pixels": pixels, ...}
       >>> pixels.shape
       (32, 32, 3)
@@ -268,6 +269,7 @@ def records(
     Raises: DataError for missing or damaged files, FeedError for invalid arguments.
     Example:
       >>> import tempfile
+      >>> import meshlib as mtf
       >>> made = [mtf.records.encode({"label": n, "pixels": bytes([n, n])}) for n in range(5)]
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     _ = mtf.records.write(f"{folder}/small@2", made)
@@ -296,6 +298,7 @@ def arrays(arrays: Mapping[str, Array]) -> Data:
 
     Raises: FeedError with all faults of the arrays.
     Example:
+      >>> import meshlib as mtf
       >>> data = mtf.data.arrays({"x": np.arange(5)}).batch(2, remainder="pad")
       >>> [(batch["x"].tolist(), batch["mask"].tolist()) for batch in data]
       [([0, 1], [1.0, 1.0]), ([2, 3], [1.0, 1.0]), ([4, 4], [1.0, 0.0])]
@@ -319,6 +322,7 @@ def idx(paths: Mapping[str, str | os.PathLike[str]]) -> Data:
     Example:
       >>> import tempfile
       >>> from pathlib import Path
+      >>> import meshlib as mtf
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     path = Path(folder, "labels.idx")
       ...     _ = path.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 2, 1]))  # uint8, one dim, of 3
@@ -339,6 +343,7 @@ def text(paths: Paths, field: str = "text") -> Data:
     Example:
       >>> import tempfile
       >>> from pathlib import Path
+      >>> import meshlib as mtf
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     path = Path(folder, "lines.txt")
       ...     _ = path.write_text("to be\\n\\nor not\\n")
@@ -359,6 +364,7 @@ def folder(path: str | os.PathLike[str], side: int, channels: int = 3) -> Data:
     Example:
       >>> import tempfile
       >>> from pathlib import Path
+      >>> import meshlib as mtf
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     for name in ("cat/a.png", "cat/b.png", "dog/a.png"):
       ...         Path(folder, name).parent.mkdir(exist_ok=True)

@@ -66,6 +66,8 @@ class Data:
     Iterate over it, `for batch in data`, or keep the iterator, `feed = iter(data)`, which has a `state()`.
 
     Example:
+      >>> import numpy as np
+      >>> import meshlib as mtf
       >>> data = mtf.data.arrays({"x": np.arange(6)}).shuffle(seed=0).batch(3)
       >>> [batch["x"].shape for batch in data], len(mtf.data.arrays({"x": np.arange(6)}))
       ([(3,), (3,)], 6)

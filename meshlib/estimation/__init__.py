@@ -71,6 +71,7 @@ def estimate(
       GraphError for other bad arguments.
     Cost model: `meshlib.estimation.time.scheduling` for the formulas, `hardware` for rates and their sources.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("batch", 8192), mtf.Dimension("inner", 8192)], "bfloat16")
       ...     w = mtf.variable("w", [mtf.Dimension("inner", 8192), mtf.Dimension("outer", 8192)], dtype="bfloat16")

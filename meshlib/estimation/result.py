@@ -57,6 +57,7 @@ class Estimate(Shown):
     memory of the order.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x, w = mtf.input("x", "batch:4096;d:4096"), mtf.input("w", "d:4096;n:4096")
       ...     y = mtf.einsum([x, w], output_shape="batch:4096;n:4096")
@@ -79,6 +80,7 @@ class Estimate(Shown):
     def with_physics(self, physics: Physics) -> Estimate:
         """The estimate of the same program and placement with other constants, without lowering again.
 
+        >>> import meshlib as mtf
         >>> with mtf.Graph():
         ...     x, w = (mtf.input(name, "a:8192;a2:8192", "bfloat16") for name in ("x", "w"))
         ...     est = mtf.estimate(mtf.lower({"y": x + w}), "v5e-1")
@@ -312,6 +314,7 @@ class Estimate(Shown):
         Returns: a `WholeRun`: print it, `.hours`, `.usd`, `.training_seconds`, `.goodput`, `.failures`.
         Raises: GraphError for arguments that do not go together.
         Example:
+          >>> import meshlib as mtf
           >>> with mtf.Graph():
           ...     x = mtf.input("x", [mtf.Dimension("batch", 8192), mtf.Dimension("inner", 8192)], "bfloat16")
           ...     program = mtf.lower({"y": mtf.reduce_sum(x)}, mesh="cores:8", layout="batch:cores")
@@ -355,6 +358,7 @@ class Estimate(Shown):
         Returns: a `Profile`: print it, `.seconds`, `.busy_seconds`, `.mxu_share`, `.by("line")`, `.plot(path)`.
         Raises: GraphError where `measured` is something else.
         Example:
+          >>> import meshlib as mtf
           >>> with mtf.Graph():
           ...     x = mtf.input("x", [mtf.Dimension("batch", 8192), mtf.Dimension("inner", 8192)], "bfloat16")
           ...     w = mtf.variable("w", [mtf.Dimension("inner", 8192), mtf.Dimension("outer", 8192)], dtype="bfloat16")
@@ -404,6 +408,7 @@ class Estimate(Shown):
         Returns: a `hardware.films.Film`: print it, or `.save("step.gif")` (.png and .svg show some of the frames).
         Raises: GraphError unless `frames` is a number of frames.
         Example:
+          >>> import meshlib as mtf
           >>> with mtf.Graph():
           ...     x = mtf.input("x", [mtf.Dimension("batch", 8192), mtf.Dimension("inner", 8192)], "bfloat16")
           ...     program = mtf.lower({"y": mtf.reduce_sum(x)}, mesh="cores:4", layout="batch:cores")
@@ -427,6 +432,7 @@ class Estimate(Shown):
         Example:
           >>> import tempfile
           >>> from pathlib import Path
+          >>> import meshlib as mtf
           >>> with mtf.Graph():
           ...     x = mtf.input("x", [mtf.Dimension("batch", 8192), mtf.Dimension("inner", 8192)], "bfloat16")
           ...     program = mtf.lower({"y": mtf.reduce_sum(x)}, mesh="cores:8", layout="batch:cores")

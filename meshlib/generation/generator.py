@@ -61,6 +61,7 @@ class Generated:
       dropped: for a model with experts, the number of dropped choices in all layers: those of prompts, and with
         `group_size` those of all steps, including finished and empty rows.
     Example:
+      >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("gpt2").reduced()
       >>> with mtf.Graph():
       ...     trained = mtf.simulate(mtf.lower(*mtf.models.train_step(tiny, batch=1, length=4)), seed=0)
@@ -110,6 +111,7 @@ class Generator:
       seed: seed of sampling.
     Raises: GraphError for invalid arguments, and for parameters that are missing or have another shape.
     Example:
+      >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("gpt2").reduced()
       >>> with mtf.Graph():
       ...     trained = mtf.simulate(mtf.lower(*mtf.models.train_step(tiny, batch=1, length=4)), seed=0)
@@ -400,6 +402,7 @@ def generate(
     Returns: a `Generated`: tokens, texts, scores.
     Raises: GraphError for invalid arguments; CheckpointError for a file without the model's parameters.
     Example:
+      >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("gpt2").reduced()
       >>> with mtf.Graph():
       ...     outputs, updates = mtf.models.train_step(tiny, batch=2, length=8)

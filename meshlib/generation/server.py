@@ -111,6 +111,7 @@ class Completion:
       shared: number of prompt tokens that were found in shared pages instead of being read.
       accepted: number of accepted drafts.
     Example:
+      >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("llama2-7b").reduced()
       >>> with mtf.Graph():
       ...     trained = mtf.simulate(mtf.lower(*mtf.models.train_step(tiny, batch=2, length=8)))
@@ -172,6 +173,7 @@ class Server:
       run_program: as `run` of `mtf.generate`.
     Raises: GraphError for invalid arguments.
     Example:
+      >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("llama2-7b").reduced()
       >>> with mtf.Graph():
       ...     trained = mtf.simulate(mtf.lower(*mtf.models.train_step(tiny, batch=2, length=8)))

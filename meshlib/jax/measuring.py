@@ -47,6 +47,7 @@ def measure_chip(devices: Sequence[Any] | None = None, name: str = "measured") -
     Returns: a chip with one core; `Slice(f"{name}-{n}", chip)` is as many devices as were measured.
     Raises: GraphError for invalid devices; HardwareError for an invalid name.
     Example:
+      >>> import meshlib as mtf
       >>> from hardware import Slice
       >>> chip = mtf.measure_chip()  # doctest: +SKIP
       >>> mtf.estimate(program, Slice(f"measured-{program.mesh.size}", chip)).step_seconds  # doctest: +SKIP

@@ -69,6 +69,7 @@ def on_jax(
     Raises: ProgramError for too few devices, an executable of another program or device, float64 without JAX's own
       switch for it, or an operation without a row (see `meshlib.jax.row`); MissingError without JAX.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("batch", 4)])
       ...     program = mtf.lower({"total": mtf.reduce_sum(x)})
@@ -117,6 +118,7 @@ class OnJax(Simulation):
     """The variables of a program on JAX devices; see `on_jax`. `print(run)` shows measured and estimated step time.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     w = mtf.variable("w", "d:2", 1.0)
       ...     run = mtf.on_jax(mtf.lower({"w": w}, [mtf.assign(w, w * 2)]))
@@ -225,6 +227,7 @@ class OnJax(Simulation):
         Returns: a `Measured`: print it, or `est.profile(measured)` for a comparison with the estimate.
         Raises: GraphError for bad arguments, FeedError as a step, ProgramError where JAX's profiler does not run.
         Example:
+          >>> import meshlib as mtf
           >>> with mtf.Graph():
           ...     x = mtf.input("x", [mtf.Dimension("batch", 4), mtf.Dimension("d", 4)])
           ...     program = mtf.lower({"y": mtf.exp(x)})

@@ -111,6 +111,7 @@ def partition_specs(program: Program) -> PartitionSpecs:
       partitioner may choose other collectives than the program.
     Raises: GraphError if `program` is not a program; MissingError without JAX.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("batch", 8), mtf.Dimension("k", 4)])
       ...     w = mtf.variable("w", [mtf.Dimension("k", 4), mtf.Dimension("hidden", 6)])

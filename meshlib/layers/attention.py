@@ -58,6 +58,7 @@ def dot_product_attention(
     Returns: [..., length, value_dim] in the order of q, dtype of q. Scores and weights have that dtype too.
     Raises: ShapeError for dims that do not fit, GraphError for a dim that an operand lacks.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     q = mtf.input("q", "length:4;d:8")
       ...     k, v = (mtf.input(name, "memory_length:4;d:8") for name in ("k", "v"))
@@ -112,6 +113,7 @@ class Scores:
         tokens of its segment, see `mtf.attention`.
     Raises: GraphError for an invalid value.
     Example:
+      >>> import meshlib as mtf
       >>> scores = mtf.layers.Scores(causal=True, window=128, rotary_base=10_000.0)
       >>> scores.kernel, scores.window
       ('flash', 128)
@@ -163,6 +165,7 @@ class Held:
       length: name of the dim that is attended to.
       mask: bool, with dims of queries and keys: False hides a key.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     keys, values = (mtf.input(n, "batch:2;heads:2;memory_length:6;head_dim:4") for n in ("keys", "values"))
       ...     held = mtf.layers.Held(keys, values, "memory_length")
@@ -292,6 +295,7 @@ def multihead_attention(
       v (the kernel's operands), context (its result) and out.
     Raises: ShapeError for dims that clash or do not fit.
     Example:
+      >>> import meshlib as mtf
       >>> D = mtf.Dimension
       >>> head, group, heads = D("head_dim", 4), D("group", 2), D("heads", 2)
       >>> with mtf.Graph() as graph:

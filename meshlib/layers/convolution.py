@@ -34,6 +34,7 @@ def conv1d(
     """A convolution layer along the dim before the last: see `conv2d`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.conv1d(mtf.input("x", "batch:1;t:4;c:1"), mtf.Dimension("out", 8))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[[1.0]] * 4])["y"].shape)
@@ -67,6 +68,7 @@ def conv2d(
     Returns: [..., height / stride, width / stride, output_dim].
     Raises: ShapeError as `mtf.conv2d`.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", mtf.Shape("batch:8;height:56;width:56;channels:64").dims)
       ...     y = mtf.layers.conv2d(x, mtf.Dimension("channels", 128), strides=(2, 2))
@@ -91,6 +93,7 @@ def conv3d(
     """A convolution layer along the three dims before the last: see `conv2d`; the window's dims are fd, fh, fw.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.conv3d(mtf.input("x", "b:1;z:4;h:4;w:4;c:3"), mtf.Dimension("out", 8))
       >>> y.shape
@@ -112,6 +115,7 @@ def conv2d_transpose(
     """`mtf.conv2d_transpose` with a filter variable, [fh, fw, output_dim, channels]: see `conv2d`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.conv2d_transpose(mtf.input("x", "batch:1;h:2;w:2;c:1"), mtf.Dimension("out", 8))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[[[1.0], [2.0]], [[3.0], [4.0]]]])["y"].shape)
@@ -134,6 +138,7 @@ def conv3d_transpose(
     """`mtf.conv3d_transpose` with a filter variable, [fd, fh, fw, output_dim, channels]: see `conv2d`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.conv3d_transpose(mtf.input("x", "b:1;z:4;h:4;w:4;c:3"), mtf.Dimension("out", 8))
       >>> y.shape
@@ -158,6 +163,7 @@ def conv2d_with_blocks(
     """`conv2d` of an image in blocks, [..., h_blocks, w_blocks, h, w, channels]: see `mtf.conv2d_with_blocks`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.conv2d_with_blocks(
       ...         mtf.input("x", "b:1;hb:2;wb:2;h:4;w:4;c:3"), mtf.Dimension("out", 8),
@@ -185,6 +191,7 @@ def conv3d_with_blocks(
     """`conv3d` of a volume in blocks, [..., d_blocks, h_blocks, d, h, w, channels]: see `mtf.conv3d_with_blocks`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.conv3d_with_blocks(
       ...         mtf.input("x", "db:2;d:2;h:4;w:4;c:3"), mtf.Dimension("out", 8), d_blocks_dim=mtf.Dimension("db", 2)
@@ -211,6 +218,7 @@ def conv2d_transpose_with_blocks(
     """`conv2d_transpose` of an image in blocks: see `conv2d_with_blocks`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.conv2d_transpose_with_blocks(
       ...         mtf.input("x", "hb:2;h:4;w:4;c:3"), mtf.Dimension("out", 8), h_blocks_dim=mtf.Dimension("hb", 2)
@@ -238,6 +246,7 @@ def conv3d_transpose_with_blocks(
     """`conv3d_transpose` of a volume in blocks: see `conv3d_with_blocks`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.conv3d_transpose_with_blocks(
       ...         mtf.input("x", "db:2;d:2;h:4;w:4;c:3"), mtf.Dimension("out", 8), d_blocks_dim=mtf.Dimension("db", 2)
@@ -295,6 +304,7 @@ def max_pool2d(x: Tensor, ksize: Sequence[int] = (2, 2), name: str = "max_pool2d
 
     Raises: ShapeError if a window does not divide its dim, with the size to pad it to.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.max_pool2d(mtf.input("x", "batch:1;h:2;w:2;c:1"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[[[1.0], [2.0]], [[3.0], [4.0]]]])["y"].ravel())
@@ -309,6 +319,7 @@ def max_pool3d(x: Tensor, ksize: Sequence[int] = (2, 2, 2), name: str = "max_poo
 
     Raises: as in `max_pool2d`.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.max_pool3d(mtf.input("x", "b:1;z:4;h:4;w:4;c:3"))
       >>> y.shape
@@ -321,6 +332,7 @@ def avg_pool2d(x: Tensor, ksize: Sequence[int] = (2, 2), name: str = "avg_pool2d
     """Mean pooling with the windows of `max_pool2d`; float dtypes.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.avg_pool2d(mtf.input("x", "batch:1;h:2;w:2;c:1"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[[[1.0], [2.0]], [[3.0], [4.0]]]])["y"].ravel())
@@ -333,6 +345,7 @@ def avg_pool3d(x: Tensor, ksize: Sequence[int] = (2, 2, 2), name: str = "avg_poo
     """Mean pooling with the windows of `max_pool3d`; float dtypes.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.avg_pool3d(mtf.input("x", "b:1;z:4;h:4;w:4;c:3"))
       >>> y.shape

@@ -27,6 +27,7 @@ def embedding_weights(
       name: name of the variable.
     Returns: [vocab_dim, output_dim].
     Example:
+      >>> import meshlib as mtf
       >>> vocab, d_model = mtf.Dimension("vocab", 100), mtf.Dimension("d_model", 8)
       >>> with mtf.Graph():
       ...     ids = mtf.input("ids", [mtf.Dimension("length", 4)], "int32")
@@ -66,6 +67,7 @@ def embedding(
     Returns: [dims of indices, output_dim] in the dtype of the table.
     Raises: ShapeError for indices that are not int32; FeedError at run time for an index out of range.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.embedding(mtf.input("i", "n:2", "int32"), mtf.Dimension("vocab", 9), mtf.Dimension("d", 4))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(i=[2, 0])["y"].shape)

@@ -59,6 +59,7 @@ class Mixture:
         without an expert. Their sum is the step's.
       load: int32 [groups, experts_unsplit]: number of tokens that chose each expert.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", "batch:2;length:8;d:4")
       ...     y = mtf.layers.moe(x, mtf.Dimension("experts", 4), mtf.Dimension("hidden", 8))
@@ -132,6 +133,7 @@ def moe(
     Raises: ShapeError for dims that clash, sizes that do not divide and a mask that does not fit; GraphError for more
       choices than experts.
     Example:
+      >>> import meshlib as mtf
       >>> D = mtf.Dimension
       >>> with mtf.Graph() as graph:
       ...     x = mtf.input("x", [D("batch", 2), D("length", 8), D("d_model", 4)])

@@ -58,6 +58,7 @@ def conv(
     Returns: the dims of x in order, spatial dims divided by strides, `output_dim` in place of the channels.
     Raises: ShapeError for numbers or dims that do not fit.
     Example:
+      >>> import meshlib as mtf
       >>> D = mtf.Dimension
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [D("batch", 8), D("height", 32), D("width", 32), D("channels", 3)])
@@ -115,6 +116,7 @@ def separable_conv(
     Arguments, result and errors as in `conv`; the scopes of the variables are `depthwise`, without a bias, and
     `pointwise`. Source: Chollet, arXiv:1610.02357.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.separable_conv(mtf.input("x", "batch:1;h:2;w:2;c:1"), mtf.Dimension("out", 8))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[[[1.0], [2.0]], [[3.0], [4.0]]]])["y"].shape)
@@ -194,6 +196,7 @@ def image_attention(
       the attention: if several spatial dims are split, only the first stays split.
     Raises: ShapeError for dims that x lacks, or that pooling does not divide.
     Example:
+      >>> import meshlib as mtf
       >>> D = mtf.Dimension
       >>> with mtf.Graph() as graph:
       ...     x = mtf.input("x", [D("batch", 2), D("height", 8), D("width", 8), D("channels", 16)])

@@ -39,6 +39,7 @@ class LatentDims:
       q_rank: latent vector from which queries are computed; None: they are computed from the input.
     Raises: ShapeError for arguments that are not dims, and for names that do not fit.
     Example:
+      >>> import meshlib as mtf
       >>> D = mtf.Dimension
       >>> nope, rope = D("head_dim", 6), D("head_dim", 2)
       >>> dims = mtf.layers.LatentDims(D("heads", 2), D("kv_rank", 4), nope, rope, D("value", 6))
@@ -78,6 +79,7 @@ def latent_queries(
     """Queries [..., length, heads, nope] and rotated queries [..., length, heads, rope] of x [..., length, d_model].
 
     Example:
+      >>> import meshlib as mtf
       >>> D = mtf.Dimension
       >>> nope, rope = D("head_dim", 6), D("head_dim", 2)
       >>> dims = mtf.layers.LatentDims(D("heads", 2), D("kv_rank", 4), nope, rope, D("value", 6))
@@ -111,6 +113,7 @@ def latent_memory(
     """The cached values: normalised latents [..., length, kv_rank] and the rotated shared key [..., length, rope].
 
     Example:
+      >>> import meshlib as mtf
       >>> D = mtf.Dimension
       >>> nope, rope = D("head_dim", 6), D("head_dim", 2)
       >>> dims = mtf.layers.LatentDims(D("heads", 2), D("kv_rank", 4), nope, rope, D("value", 6))
@@ -161,6 +164,7 @@ def latent_attention(
       kernel's operands), context (its result) and out.
     Raises: ShapeError for dims that clash.
     Example:
+      >>> import meshlib as mtf
       >>> D = mtf.Dimension
       >>> nope, rope = D("head_dim", 6), D("head_dim", 2)
       >>> dims = mtf.layers.LatentDims(D("heads", 2), D("kv_rank", 4), nope, rope, D("value", 6))

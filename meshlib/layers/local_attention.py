@@ -86,6 +86,7 @@ def local_attention_1d(
     Cost: that of `mtf.attention` with as many keys as a block and its halos.
     Raises: ShapeError for dims that do not fit.
     Example:
+      >>> import meshlib as mtf
       >>> length, d = mtf.Dimension("length", 512), mtf.Dimension("d", 4)
       >>> with mtf.Graph():
       ...     q, k, v = (mtf.input(n, [length, d]) for n in "qkv")
@@ -134,6 +135,7 @@ def local_attention_2d(
     Returns: the dims of q with `value_dim` in place of `key_dim`.
     Raises: ShapeError for dims that do not fit.
     Example:
+      >>> import meshlib as mtf
       >>> h, w, d = mtf.Dimension("height", 32), mtf.Dimension("width", 48), mtf.Dimension("d", 4)
       >>> with mtf.Graph():
       ...     q, k, v = (mtf.ones([h, w, d]) for _ in "qkv")
@@ -230,6 +232,7 @@ def masked_local_attention_1d(
     Returns: the type of x, in the dtype of `numerics` if it has one.
     Raises: ShapeError for dims that clash or do not fit.
     Example:
+      >>> import meshlib as mtf
       >>> D = mtf.Dimension
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [D("batch", 2), D("length", 512), D("channels", 64)])

@@ -33,6 +33,7 @@ def softmax_cross_entropy_with_logits(
     Raises: ShapeError if shapes differ, GraphError if the logits lack `vocab_dim`; FeedError at run time for a label
       out of range.
     Example:
+      >>> import meshlib as mtf
       >>> batch, classes = mtf.Dimension("batch", 2), mtf.Dimension("classes", 4)
       >>> with mtf.Graph():
       ...     labels = mtf.input("labels", [batch], "int32")
@@ -84,6 +85,7 @@ def sigmoid_cross_entropy_with_logits(logits: Tensor, targets: Tensor) -> Tensor
     Returns: the loss per element: the dims of logits; float32 if the logits are bfloat16.
     Raises: ShapeError if dims or dtypes differ.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     loss = mtf.layers.sigmoid_cross_entropy_with_logits(mtf.constant(0.0), mtf.constant(1.0))
       >>> round(float(mtf.simulate(mtf.lower({"loss": loss})).step()["loss"]), 4)  # log 2
@@ -112,6 +114,7 @@ def focal_loss(logits: Tensor, targets: Tensor, alpha: float = 0.25, gamma: floa
     Raises: ShapeError if dims or dtypes differ, or alpha or gamma are out of range.
     Source: Lin et al., arXiv:1708.02002, equation 5.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     loss = mtf.layers.focal_loss(mtf.constant(0.0), mtf.constant(1.0))
       >>> round(float(mtf.simulate(mtf.lower({"loss": loss})).step()["loss"]), 4)  # 0.25 * 0.5^2 * log 2
@@ -141,6 +144,7 @@ def smooth_l1_loss(predictions: Tensor, targets: Tensor, beta: float = 1.0) -> T
     Raises: ShapeError if dims or dtypes differ, or beta is not positive.
     Source: Girshick, "Fast R-CNN", arXiv:1504.08083, equation 3; Huber, "Robust estimation of a location parameter".
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.smooth_l1_loss(mtf.input("x", "d:2"), mtf.zeros("d:2"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[0.5, 3.0])["y"])
@@ -169,6 +173,7 @@ def hinge_loss(logits: Tensor, targets: Tensor | float) -> Tensor:
     Raises: ShapeError if dims or dtypes differ.
     Source: Lim and Ye, "Geometric GAN", arXiv:1705.02894, equations 20, 21.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.hinge_loss(mtf.input("x", "d:2"), 1.0)
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[0.5, 3.0])["y"])

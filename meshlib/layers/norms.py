@@ -64,6 +64,7 @@ def layer_norm(
     Raises: GraphError if x lacks `dim`.
     Source: Ba et al., arXiv:1607.06450.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.layer_norm(mtf.input("x", "d:2"), mtf.Dimension("d", 2))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[1.0, 3.0])["y"].round(4))
@@ -91,6 +92,7 @@ def rms_norm(
 
     Other arguments, result and errors as in `layer_norm`. Source: Zhang and Sennrich, arXiv:1910.07467.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.rms_norm(mtf.input("x", "d:2"), mtf.Dimension("d", 2))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[1.0, 1.0])["y"].round(4))
@@ -130,7 +132,9 @@ def spectral_norm(
     Raises: ShapeError if output_dims are empty or all dims; GraphError for dims that weights lack.
     Source: Miyato et al., arXiv:1802.05957, algorithm 1.
     Example:
+      >>> import meshlib as mtf
       >>> rows, cols = mtf.Dimension("rows", 2), mtf.Dimension("cols", 2)
+      >>> import numpy as np
       >>> with mtf.Graph():
       ...     given = mtf.variable("given", [rows, cols], np.diag([4.0, 1.0]))
       ...     w, updates = mtf.layers.spectral_norm(given, cols, True, 9)
@@ -184,6 +188,7 @@ def us_einsum(
       xs, output_shape, reduced_dims, precision, name: as in `mtf.einsum`; float.
     Returns: the einsum / sqrt(product of the dims summed over).
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x, w = mtf.ones([mtf.Dimension("d", 16)]), mtf.ones([mtf.Dimension("d", 16), mtf.Dimension("k", 2)])
       ...     y = mtf.layers.us_einsum([x, w])
@@ -211,6 +216,7 @@ def clip_activation_gradient(x: Tensor, rms_norm: float = 1.0, name: str | None 
     Returns: x.
     Raises: ShapeError if x is not float or rms_norm is not positive.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("d", 2)])
       ...     (dx,) = mtf.gradients([mtf.layers.clip_activation_gradient(x, 0.5) * 3.0], [x])

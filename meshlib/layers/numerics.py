@@ -42,6 +42,7 @@ class Numerics:
         each with a float32 variable `kernel_scale`, see `mtf.quantize`; they aren't trained. None: as other variables.
     Raises: GraphError for a dtype that is not float, or an unknown precision.
     Example:
+      >>> import meshlib as mtf
       >>> mixed = mtf.Numerics(slice_dtype="bfloat16", activation_dtype="bfloat16")
       >>> with mtf.Graph() as graph:
       ...     x = mtf.input("x", [mtf.Dimension("batch", 8), mtf.Dimension("inner", 4)])

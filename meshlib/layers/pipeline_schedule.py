@@ -147,6 +147,7 @@ def schedule(stages: int, microbatches: int, repeats: int = 1, kind: str | None 
       `.in_flight`, `.runs(forward, backward, weights)`, `.plot()`.
     Raises: GraphError for numbers below 1, an unknown kind, or repeats that the kind does not support.
     Example:
+      >>> import meshlib as mtf
       >>> print(mtf.layers.schedule(stages=3, microbatches=4))
       3 stages, 4 microbatches: 6 trips, 2 of them idle, 50.0% of the work
       trip     0  1  2  3  4  5

@@ -67,6 +67,7 @@ def pipeline_training_step(
     Raises: GraphError, ShapeError for numbers that do not divide, functions that change types, or functions that draw
       random numbers, which would differ in the recomputation.
     Example:
+      >>> import meshlib as mtf
       >>> batch, width = mtf.Dimension("batch", 8), mtf.Dimension("width", 16)
       >>> with mtf.Graph() as graph:
       ...     x = mtf.input("x", [batch, width])

@@ -53,6 +53,7 @@ def split_layers(layers: int, stages: int, first: int = 1, last: int = 1) -> tup
       first, last: cost of the embedding and the head, in layers.
     Raises: GraphError if a stage would have none.
     Example: Llama 3.1 405B, in 16 stages (arXiv:2407.21783, section 3.3.2).
+      >>> import meshlib as mtf
       >>> mtf.layers.split_layers(126, 16)
       (7, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 7)
     """
@@ -86,6 +87,7 @@ def stage_layers(
     Time: a device with one stage skips the trips beyond its count.
     Raises: GraphError for counts below 1; ShapeError unless there is one per stage.
     Example: three layers in two stages.
+      >>> import meshlib as mtf
       >>> batch, width = mtf.Dimension("batch", 8), mtf.Dimension("width", 16)
       >>> layer = lambda h: mtf.layers.dense(h, width, activation=mtf.tanh)
       >>> with mtf.Graph() as graph:
@@ -180,6 +182,7 @@ def pipeline(
       same layers without a pipeline.
     Raises: GraphError, ShapeError for numbers that do not divide, or a stage_fn that changes types.
     Example:
+      >>> import meshlib as mtf
       >>> batch, width = mtf.Dimension("batch", 8), mtf.Dimension("width", 16)
       >>> with mtf.Graph() as graph:
       ...     x = mtf.input("x", [batch, width])

@@ -62,6 +62,7 @@ class RotaryScaling:
       amplitude: factor of queries and keys.
     Raises: GraphError for invalid numbers, and for "pairs" without an original length.
     Example:
+      >>> import meshlib as mtf
       >>> llama3 = mtf.layers.RotaryScaling(factor=8.0, low=1.0, high=4.0, original_length=8192)
       >>> llama3.ramp, llama3.amplitude
       ('turns', 1.0)
@@ -175,6 +176,7 @@ def rotary(
     Returns: the type of x; all arithmetic is float32.
     Raises: GraphError if x lacks a dim, ShapeError for an odd `dim`.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     q = mtf.ones([mtf.Dimension("length", 2), mtf.Dimension("head_dim", 2)])
       ...     y = mtf.layers.rotary(q, "length", "head_dim")
@@ -215,6 +217,7 @@ def sinusoidal_positions(
 
     Returns: [length, output_dim], or [dims of the positions, output_dim], computed in float32.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.sinusoidal_positions(mtf.Dimension("length", 2), mtf.Dimension("d", 2))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"].round(4))
@@ -250,6 +253,7 @@ def learned_positions(
     Returns: [length, output_dim], or [dims of the positions, output_dim].
     Raises: ShapeError if `length` is longer than `max_length`; FeedError at run time for a position beyond it.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.learned_positions(mtf.Dimension("length", 2), mtf.Dimension("d", 2), initializer=0.5)
       >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"])
@@ -301,6 +305,7 @@ def relative_position_bias(
       `Scores`.
     Raises: ShapeError for too few buckets, and for positions of other dtypes or with dims of the heads.
     Example:
+      >>> import meshlib as mtf
       >>> D = mtf.Dimension
       >>> with mtf.Graph():
       ...     y = mtf.layers.relative_position_bias(D("length", 8), D("memory_length", 8), D("heads", 2))

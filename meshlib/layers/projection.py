@@ -102,6 +102,7 @@ def dense(
     Returns: [..., new_dims] in the dtype of x, or that of `numerics`.
     Raises: ShapeError if a new dim is a remaining dim of x, or x lacks a reduced or expert dim.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("batch", 8), mtf.Dimension("inner", 4)])
       ...     y = mtf.layers.dense(x, mtf.Dimension("outer", 2))
@@ -249,6 +250,7 @@ def feed_forward(
     Returns: the type of x, in the dtype of `numerics` if it has one.
     Raises: ShapeError if `hidden_channels` is a remaining dim of x, and for gates with other dims.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph() as graph:
       ...     x = mtf.input("x", [mtf.Dimension("batch", 8), mtf.Dimension("d_model", 4)])
       ...     y = mtf.layers.feed_forward(x, mtf.Dimension("d_ff", 16), "silu", gated=True)
@@ -324,6 +326,7 @@ def dense_relu_dense(
     """relu(x Wi) Wo, without biases: `feed_forward` under Mesh TensorFlow's name.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.dense_relu_dense(mtf.input("x", "d:2"), mtf.Dimension("hidden", 8))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[1.0, 2.0])["y"].shape)

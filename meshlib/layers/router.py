@@ -144,6 +144,7 @@ def balanced_bias(bias: Tensor, load: Tensor, rate: float = 1e-3) -> Tensor:
     Raises: ShapeError if load lacks a dim of bias.
     Source: Wang et al., arXiv:2408.15664, algorithm 1.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.balanced_bias(mtf.zeros("experts:2"), mtf.input("load", "experts:2"), rate=0.1)
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(load=[3.0, 1.0])["y"])

@@ -48,6 +48,7 @@ class Routing:
 
     Raises: GraphError with all faults at once.
     Example:
+      >>> import meshlib as mtf
       >>> mtf.layers.Routing(gating="switch", capacity_factor=1.25).places(experts=8, tokens=512)
       80
 

@@ -185,6 +185,7 @@ def batch_norm(
       them to those of the optimizer. All arithmetic is float32.
     Raises: GraphError if x lacks a dim, ShapeError if groups do not divide the batch.
     Example:
+      >>> import meshlib as mtf
       >>> D = mtf.Dimension
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [D("batch", 4), D("width", 2), D("channels", 1)])
@@ -240,6 +241,7 @@ def conditional_batch_norm(
     Returns: as in `batch_norm`.
     Raises: as in `batch_norm`; ShapeError if the condition has a dim that x lacks.
     Example:
+      >>> import meshlib as mtf
       >>> D = mtf.Dimension
       >>> with mtf.Graph() as graph:
       ...     x, classes = mtf.input("x", "batch:8;width:2;channels:4"), mtf.input("classes", "batch:8", "int32")
@@ -303,6 +305,7 @@ def group_norm(
     Raises: GraphError if x lacks a dim, ShapeError if groups do not divide the channels.
     Source: Wu and He, arXiv:1803.08494.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.layers.group_norm(mtf.input("x", "b:1;c:2"), mtf.Dimension("c", 2), groups=1)
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[1.0, 3.0]])["y"].round(4))

@@ -89,6 +89,7 @@ def lower(
     Returns: a checked `Program`. Nothing is allocated; the time does not depend on the number of devices.
     Raises: LayoutError with all faults of the layout, GraphError for bad outputs or updates.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("batch", 8)])
       ...     total = mtf.reduce_sum(x, name="total")
@@ -106,6 +107,7 @@ def check(
 
     Returns: a Report with `.ok`, `.faults`, `.notes`.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("batch", 6)])
       >>> mtf.check([x], mesh="rows:4", layout="batch:rows").ok

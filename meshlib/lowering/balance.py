@@ -25,6 +25,7 @@ class Balance:
       axis_prices: (axis, price of a byte sent along it) pairs; 1 for other axes.
       collective_bytes: price of launching a collective, in bytes; at 0 the fewest bytes are sent.
     Example:
+      >>> import meshlib as mtf
       >>> balance = mtf.balance("v5e-8", "data:8")  # from the slice's links and MXU
       >>> balance.collective_bytes > mtf.Balance().collective_bytes
       True

@@ -40,6 +40,7 @@ class Session(Shown):
       updates: as for `mtf.lower`.
     Raises: GraphError for bad outputs or updates.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("batch", 8), mtf.Dimension("d", 4)])
       ...     total = mtf.reduce_sum(mtf.square(x), name="total")
@@ -72,6 +73,7 @@ class Session(Shown):
           updates: as for `mtf.lower`.
         Raises: GraphError for bad outputs or updates.
         Example:
+          >>> import meshlib as mtf
           >>> def total(size: int) -> mtf.Tensor:
           ...     x = mtf.input("x", [mtf.Dimension("batch", 8), mtf.Dimension("d", size)])
           ...     return mtf.reduce_sum(mtf.square(x), name="total")

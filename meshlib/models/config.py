@@ -86,6 +86,7 @@ class TransformerConfig(Shown, Config):
 
     Raises: GraphError with all faults at once.
     Example:
+      >>> import meshlib as mtf
       >>> tiny = mtf.models.TransformerConfig(
       ...     name="tiny", layers=2, d_model=64, heads=4, head_dim=16, d_ff=256, vocab=512, position="rotary"
       ... )
@@ -210,6 +211,7 @@ class TransformerConfig(Shown, Config):
 
         Raises: GraphError for a field of `Routing` if the model has no experts.
         Example:
+          >>> import meshlib as mtf
           >>> mtf.models.preset("mixtral-8x7b").replace(shard_factor=2.0, vocab=32768).experts.routing.shard_factor
           2.0
         """
@@ -230,6 +232,7 @@ class TransformerConfig(Shown, Config):
     def parameters(self) -> int:
         """The number of trained parameters.
 
+        >>> import meshlib as mtf
         >>> mtf.models.preset("llama3.1-405b").parameters
         405853388800
         """
@@ -239,6 +242,7 @@ class TransformerConfig(Shown, Config):
     def active_parameters(self) -> int:
         """The number of trained parameters used per token: of experts only the chosen ones.
 
+        >>> import meshlib as mtf
         >>> round(mtf.models.preset("mixtral-8x7b").active_parameters / 1e9, 1)
         12.9
         """
@@ -258,6 +262,7 @@ class TransformerConfig(Shown, Config):
     ) -> float:
         """FLOPs per token of a training step: see `meshlib.models.counts`.
 
+        >>> import meshlib as mtf
         >>> mtf.models.preset("llama2-70b").flops_per_token(4096)
         428385239040.0
         """
@@ -280,6 +285,7 @@ class TransformerConfig(Shown, Config):
 
         Equal adjacent layers of the window pattern are reduced to one; there are `periods` repetitions of the pattern.
 
+        >>> import meshlib as mtf
         >>> mtf.models.preset("llama3.1-405b").reduced().parameters
         28832
         """

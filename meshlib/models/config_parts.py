@@ -38,6 +38,7 @@ class Config:
     def replace(self, **changes: Any) -> Self:
         """A copy with other values of some fields.
 
+        >>> import meshlib as mtf
         >>> mtf.models.preset("gpt2").replace(vocab=50304).vocab
         50304
         """
@@ -62,6 +63,7 @@ class Experts:
       form: form of dispatch, see `mtf.layers.moe`.
     Raises: GraphError with all faults at once.
     Example:
+      >>> import meshlib as mtf
       >>> eight = mtf.models.Experts(count=8, d_ff=256, routing=mtf.layers.Routing(gating="switch"), every=2)
       >>> [eight.in_layer(n) for n in range(4)]
       [False, True, False, True]
@@ -131,6 +133,7 @@ class LatentAttention:
       value_dim: size of each head's values.
     Raises: GraphError with all faults at once.
     Example:
+      >>> import meshlib as mtf
       >>> latent = mtf.models.preset("deepseek-v3").latent
       >>> latent.kv_rank + latent.rope_dim  # numbers a token has in the cache of a layer
       576

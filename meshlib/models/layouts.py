@@ -75,6 +75,7 @@ def layout(name: str, config: TransformerConfig, mesh: MeshLike) -> LayoutRules:
     Returns: `LayoutRules`, which can be printed.
     Raises: LayoutError for an unknown name, a mesh without the axis, and dims that do not divide, with the remedy.
     Example:
+      >>> import meshlib as mtf
       >>> llama = mtf.models.preset("llama3.1-405b")
       >>> print(mtf.models.layout("data+fsdp+tensor", llama, "data:6;fsdp:64;tensor:8"))
       batch:data+fsdp;d_model:fsdp?;heads:tensor;d_ff:tensor;vocab:tensor
@@ -270,6 +271,7 @@ def usual_layouts(config: TransformerConfig, devices: int, batch: int, stages: i
       for the heads, or for heads and sequence, or for experts (and sequences that devices share); without duplicates.
     Raises: GraphError for sizes below 1, and for stages that do not divide the devices.
     Example:
+      >>> import meshlib as mtf
       >>> mtf.models.usual_layouts(mtf.models.preset("llama3.1-8b"), 16, 16)
       [('fsdp', 'fsdp:16'), ('fsdp+tensor', 'fsdp:2;tensor:8'), ('fsdp+sequence', 'fsdp:2;tensor:8')]
     """

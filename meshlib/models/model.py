@@ -50,6 +50,7 @@ class Transformer:
     choices in all layers; `loads` by scope of the router, the number of tokens that chose each expert.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     model = mtf.models.transformer(mtf.models.preset("gpt2").reduced(), batch=2, length=8)
       >>> print(model.logits.shape, sorted(model.inputs))
@@ -103,6 +104,7 @@ def transformer(
         memory of one; recomputed for the gradient. `logits` are then those of the first part, with a shorter `length`.
     Raises: GraphError for arguments that do not apply to the config, and sequences longer than its positions.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph() as graph:
       ...     model = mtf.models.transformer(mtf.models.preset("llama2-7b"), batch=8, length=4096)
       >>> model.logits.shape

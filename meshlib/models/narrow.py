@@ -26,6 +26,7 @@ def quantized_kernels(state: Mapping[str, Any], program: Program) -> dict[str, A
       program: the lowered program of a model with `Numerics(kernel_dtype=...)`.
     Raises: GraphError for a kernel of another shape.
     Example:
+      >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("llama2-7b").reduced()
       >>> narrow = tiny.replace(numerics=mtf.Numerics(kernel_dtype="int8"))
       >>> with mtf.Graph():

@@ -66,6 +66,8 @@ def prefill(
       `Routing.capacity_factor_eval`.
     Raises: GraphError for a config that does not decode, sizes that do not fit, and an invalid cache_dtype.
     Example:
+      >>> import numpy as np
+      >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("llama2-7b").reduced()
       >>> with mtf.Graph():
       ...     read = mtf.lower(*mtf.models.prefill(tiny, batch=2, length=4, cache_length=8))
@@ -109,6 +111,7 @@ def decode_step(
     Cost: on one device it reads weights and caches once and writes a token's keys and values in place.
     Raises: as in `prefill`.
     Example:
+      >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("llama2-7b").reduced()
       >>> with mtf.Graph():
       ...     program = mtf.lower(*mtf.models.decode_step(tiny, batch=2, cache_length=8))
@@ -297,6 +300,7 @@ def extend_step(
       also "dropped". Logits of rows without tokens are meaningless.
     Raises: GraphError for an unsupported config, and sizes that do not fit.
     Example:
+      >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("llama2-7b").reduced()
       >>> with mtf.Graph():
       ...     step = mtf.lower(*mtf.models.extend_step(tiny, batch=2, length=4, cache_length=8))

@@ -55,6 +55,7 @@ class Pipeline:
         allocated for the largest stage.
     Raises: GraphError for numbers below 1, and an unknown policy or schedule.
     Example:
+      >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("gpt2").reduced()
       >>> with mtf.Graph():
       ...     stages = mtf.models.Pipeline(stages=2, microbatches=4)

@@ -145,6 +145,7 @@ def train_step(
       `mtf.layers.balanced_bias`.
     Raises: GraphError for an invalid optimizer, and as in `transformer`.
     Example:
+      >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("llama2-7b").reduced()
       >>> with mtf.Graph():
       ...     outputs, updates = mtf.models.train_step(tiny, batch=8, length=16)

@@ -40,6 +40,7 @@ def gradients(
     Returns: per x a tensor of its shape and dtype (bfloat16 for fp8), or None.
     Raises: GraphError, ShapeError for tensors of another graph, dtype or shape.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     w = mtf.variable("w", [mtf.Dimension("d", 3)])
       ...     loss = mtf.reduce_sum(mtf.square(w))

@@ -22,6 +22,7 @@ def adafactor_decay_rate_adam(beta2: float) -> Schedule:
 
     Raises: GraphError unless beta2 is in [0, 1).
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.optimize.adafactor_decay_rate_adam(0.999)(mtf.input("t", [], "int32"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(t=50)["y"].round(4))
@@ -42,6 +43,7 @@ def adafactor_decay_rate_pow(exponent: float, offset: int = 0) -> Schedule:
     Up to update offset + 1 it is 0: fine-tuning from a checkpoint of that update forgets earlier statistics.
     Raises: GraphError if offset is negative.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.optimize.adafactor_decay_rate_pow(0.8)(mtf.input("t", [], "int32"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(t=50)["y"].round(4))
@@ -82,6 +84,7 @@ class AdafactorOptimizer(Optimizer):
     Source: Shazeer and Stern, "Adafactor: adaptive learning rates with sublinear memory cost", 2018, algorithms 4, 5;
       options and defaults of the optimizer of this name in Mesh TensorFlow.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph() as graph:
       ...     w = mtf.variable("w", [mtf.Dimension("rows", 256), mtf.Dimension("cols", 128)])
       ...     train = mtf.optimize.AdafactorOptimizer().minimize(mtf.reduce_sum(mtf.square(w)))

@@ -36,6 +36,7 @@ def moving_averages(updates: Iterable[Operation], decay: float = 0.9999, start_s
     Raises: GraphError if no update is of a trainable variable.
     Source: Polyak and Juditsky 1992; decay 0.9999 from step 20,000 on: Brock et al. (BigGAN), arXiv:1809.11096.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     w = mtf.variable("w", [], 0.0)
       ...     train = mtf.optimize.SgdOptimizer(1.0).apply_grads([mtf.constant(-1.0)], [w])
@@ -75,6 +76,7 @@ def averaged(state: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
 
     Raises: GraphError if there are none, or the argument is not a state.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     w = mtf.variable("w", [], 0.0)
       ...     train = mtf.optimize.SgdOptimizer(1.0).apply_grads([mtf.constant(-1.0)], [w])

@@ -51,6 +51,7 @@ class Update:
     `value` and `grad` are in the compute dtype, `scalars` are numbers shared by all variables, including "lr".
 
     Example:
+      >>> import meshlib as mtf
       >>> class Sign(mtf.optimize.Optimizer):
       ...     def rule(self, update):
       ...         return update.value - update.lr * mtf.sign(update.grad)
@@ -135,6 +136,7 @@ class Optimizer(abc.ABC):
         the device and back over PCIe, one variable after the other.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     w = mtf.variable("w", "d:1024")
       ...     optimizer = mtf.optimize.AdamOptimizer(0.1, slots_on_host=True)
@@ -349,6 +351,7 @@ def clip_by_global_norm(grads: Sequence[Tensor | None], max_norm: float | Tensor
     Raises: GraphError for no gradients, or a max_norm that is not positive.
     Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks", 2013.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     grads = [mtf.constant(3.0, [mtf.Dimension("d", 1)]), mtf.constant(4.0)]
       ...     clipped, norm = mtf.optimize.clip_by_global_norm(grads, 1.0)

@@ -32,6 +32,7 @@ class DynamicLossScale:
     Variables: `loss_scale/scale`, `loss_scale/good_steps` (in a row), `loss_scale/applied_steps`.
     Raises: GraphError for invalid values.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     w = mtf.variable("w", [], 3.0)
       ...     scale = mtf.optimize.DynamicLossScale(initial=2.0**127)  # 2 * 3 * 2^127 overflows

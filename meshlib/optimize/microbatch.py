@@ -55,6 +55,7 @@ def serialize_training_step(
       trainable variable.
     Source: the function of this name in Mesh TensorFlow.
     Example:
+      >>> import meshlib as mtf
       >>> batch = mtf.Dimension("batch", 8)
       >>> with mtf.Graph() as graph:
       ...     x = mtf.input("x", [batch])

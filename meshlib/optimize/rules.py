@@ -27,6 +27,7 @@ class SgdOptimizer(Optimizer):
     Slots: none (`master` for a bfloat16 variable, as for every optimizer).
     Source: Robbins and Monro, "A stochastic approximation method", 1951.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     w = mtf.variable("w", [mtf.Dimension("d", 2)], 1.0)
       ...     train = mtf.optimize.SgdOptimizer(lr=0.25).minimize(mtf.reduce_sum(w * w))
@@ -56,6 +57,7 @@ class MomentumOptimizer(Optimizer):
     Slots: `momentum`.
     Source: Sutskever et al., "On the importance of initialization and momentum in deep learning", 2013.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     w = mtf.variable("w", [], 0.0)
       ...     train = mtf.optimize.MomentumOptimizer(0.5, 0.5).apply_grads([mtf.constant(1.0)], [w])
@@ -104,6 +106,7 @@ class AdamOptimizer(Optimizer):
     Slots: `adam_m`, `adam_v`.
     Source: Kingma and Ba, "Adam: a method for stochastic optimization", 2015, algorithm 1.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     w = mtf.variable("w", [], 0.0)
       ...     train = mtf.optimize.AdamOptimizer(0.5).apply_grads([mtf.constant(8.0)], [w])
@@ -159,6 +162,7 @@ class AdamWOptimizer(AdamOptimizer):
     Slots: `adam_m`, `adam_v`.
     Source: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, algorithm 2.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     w = mtf.variable("w", [], 4.0)
       ...     train = mtf.optimize.AdamWOptimizer(0.5, weight_decay=0.5).apply_grads([mtf.constant(0.0)], [w])
@@ -206,6 +210,7 @@ class AdamWeightDecayOptimizer(AdamOptimizer):
     Source: Devlin et al., "BERT: pre-training of deep bidirectional transformers", 2019, appendix A.2; the optimizer
       of this name in Mesh TensorFlow.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     w = mtf.variable("w", [], 4.0)
       ...     adam = mtf.optimize.AdamWeightDecayOptimizer(0.5, 0.5)
@@ -253,6 +258,7 @@ class LionOptimizer(Optimizer):
     Slots: `lion_m`.
     Source: Chen et al., "Symbolic discovery of optimization algorithms", 2023, program 1.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     w = mtf.variable("w", [], 0.0)
       ...     train = mtf.optimize.LionOptimizer(0.25).apply_grads([mtf.constant(-7.0)], [w])
@@ -307,6 +313,7 @@ class LarsOptimizer(Optimizer):
     Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks", 2017, algorithm 1; the two kinds of
       momentum: Kumar et al., "Scale MLPerf-0.6 models on Google TPU-v3 pods", arXiv:1909.09756.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     w = mtf.variable("w", [], 8.0)
       ...     lars = mtf.optimize.LarsOptimizer(1.0, trust_coefficient=0.125)
@@ -367,6 +374,7 @@ class LambOptimizer(AdamOptimizer):
     Source: You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", 2020, algorithm 2,
       with the identity for phi.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     w = mtf.variable("w", [], 8.0)
       ...     train = mtf.optimize.LambOptimizer(0.125).apply_grads([mtf.constant(1000.0)], [w])

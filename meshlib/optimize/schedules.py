@@ -23,6 +23,7 @@ def constant(lr: float) -> Schedule:
     """The same learning rate at every step.
 
     Example:
+      >>> import meshlib as mtf
       >>> mtf.optimize.constant(0.1)(None)
       0.1
     """
@@ -36,6 +37,7 @@ def linear_warmup(peak: float, warmup_steps: int) -> Schedule:
 
     Raises: GraphError unless warmup_steps >= 1.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.optimize.linear_warmup(0.1, warmup_steps=100)(mtf.input("t", [], "int32"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(t=50)["y"].round(4))
@@ -55,6 +57,7 @@ def linear_decay(lr: float, total_steps: int, offset: int = 0) -> Schedule:
       offset: number of updates before the decay; for fine-tuning, that of the checkpoint.
     Raises: GraphError unless 0 <= offset < total_steps.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.optimize.linear_decay(0.1, total_steps=100)(mtf.input("t", [], "int32"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(t=50)["y"].round(4))
@@ -73,6 +76,7 @@ def polynomial_decay(lr: float, total_steps: int, power: float = 2.0, end: float
     Raises: GraphError unless total_steps >= 1 and power > 0.
     Source: with power 2 and LARS for ResNet-50: Ying et al., arXiv:1811.06992; Kumar et al., arXiv:1909.09756.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.optimize.polynomial_decay(0.1, total_steps=100)(mtf.input("t", [], "int32"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(t=50)["y"].round(4))
@@ -110,6 +114,7 @@ def linear_scaling(
     Source: Goyal et al., "Accurate, large minibatch SGD", arXiv:1706.02677, sections 2 and 5.1; batches instead of
       decay: Smith et al., arXiv:1711.00489.
     Example:
+      >>> import meshlib as mtf
       >>> lr = mtf.optimize.linear_scaling(0.1, 1024, steps_per_epoch=2, warmup_epochs=2, decay_epochs=[3])
       >>> with mtf.Graph():
       ...     program = mtf.lower({"lr": lr(mtf.step())}, [mtf.assign(mtf.variable("w", [], 0.0), mtf.constant(0.0))])
@@ -151,6 +156,7 @@ def exponential_decay(lr: float, decay_steps: int, decay_rate: float, staircase:
       staircase: whether the rate drops in steps every decay_steps.
     Raises: GraphError unless decay_steps >= 1 and decay_rate > 0.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.optimize.exponential_decay(0.1, decay_steps=50, decay_rate=0.5)(mtf.input("t", [], "int32"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(t=50)["y"].round(4))
@@ -174,6 +180,7 @@ def cosine_decay(lr: float, decay_steps: int, alpha: float = 0.0) -> Schedule:
     Raises: GraphError unless decay_steps >= 1.
     Source: Loshchilov and Hutter, "SGDR: stochastic gradient descent with warm restarts", 2017, without restarts.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.optimize.cosine_decay(0.1, decay_steps=100)(mtf.input("t", [], "int32"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(t=50)["y"].round(4))
@@ -192,6 +199,7 @@ def inverse_square_root(peak: float, warmup_steps: int) -> Schedule:
     Multiplied by `linear_warmup(1.0, warmup_steps)` it is `warmup_then_decay(peak, warmup_steps)`.
     Raises: GraphError unless warmup_steps >= 1.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.optimize.inverse_square_root(0.1, warmup_steps=10)(mtf.input("t", [], "int32"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(t=50)["y"].round(4))
@@ -208,6 +216,7 @@ def warmup_then_decay(peak: float, warmup_steps: int, decay: float = 0.5) -> Sch
     With decay = 0.5 this is the schedule of "Attention is all you need" (Vaswani et al. 2017, section 5.3).
     Raises: GraphError unless warmup_steps >= 1.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.optimize.warmup_then_decay(0.1, warmup_steps=10)(mtf.input("t", [], "int32"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(t=50)["y"].round(4))
@@ -233,6 +242,7 @@ def piecewise(boundaries: Sequence[int], values: Sequence[float | Schedule]) -> 
       values: one more than boundaries; numbers, or schedules, each with t counted from its own boundary.
     Raises: GraphError if their numbers do not fit or boundaries do not increase.
     Example:
+      >>> import meshlib as mtf
       >>> lr = mtf.optimize.piecewise([2], [mtf.optimize.linear_warmup(1.0, 2), mtf.optimize.cosine_decay(1.0, 4)])
       >>> with mtf.Graph():
       ...     program = mtf.lower({"lr": lr(mtf.step())}, [mtf.assign(mtf.variable("w", [], 0.0), mtf.constant(0.0))])
@@ -265,6 +275,7 @@ def product(*factors: float | Schedule) -> Schedule:
 
     Raises: GraphError if there is no factor, or one is neither a number nor a function of the step.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     schedule = mtf.optimize.product(0.5, mtf.optimize.linear_decay(0.1, total_steps=100))
       ...     y = schedule(mtf.input("t", [], "int32"))

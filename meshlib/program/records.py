@@ -38,6 +38,7 @@ class Collective:
     permute the busiest sender); both for one run, of `count` in a step. Merged small collectives share a `launch`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.reduce_sum(mtf.input("x", "batch:8;d:4"), reduced_dim="batch")
       ...     program = mtf.lower({"y": y}, mesh="data:4", layout="batch:data")
@@ -70,6 +71,7 @@ class Collectives(Shown, tuple[Collective, ...]):
     """All collectives of a program, in order: a tuple that prints as a table.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     program = mtf.lower({"y": mtf.reduce_sum(mtf.input("x", "batch:64"))}, mesh="a:8", layout="batch:a")
       >>> program.collectives
@@ -94,6 +96,7 @@ class Program(Shown):
     `compiler` is the record for which it was lowered, the default of `mtf.estimate`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.exp(mtf.input("x", "batch:8;d:4"))
       ...     program = mtf.lower({"y": y}, mesh="data:4", layout="batch:data")
@@ -213,7 +216,7 @@ class Program(Shown):
         Raises: SliceError for an unknown slice or one of another size than the mesh; GraphError if the path cannot be
           written.
         Example:
-          >>> import os, tempfile
+          >>> import meshlib as mtf, os, tempfile
           >>> with mtf.Graph():
           ...     program = mtf.lower({"y": mtf.reduce_sum(mtf.input("x", "batch:64"))}, mesh="a:8", layout="batch:a")
           >>> path = os.path.join(tempfile.mkdtemp(), "plan.html")

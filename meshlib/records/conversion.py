@@ -79,6 +79,7 @@ def make(
     Example:
       >>> import tempfile
       >>> from pathlib import Path
+      >>> import meshlib as mtf
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     _ = Path(folder, "people.csv").write_text("name,age\\nAda,36\\nAlan,41\\n")
       ...     count, _ = mtf.records.make(f"{folder}/people.csv", f"{folder}/people.records")

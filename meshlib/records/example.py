@@ -142,6 +142,7 @@ def encode(features: Mapping[str, Any]) -> bytes:
         as float32, integers and bools as int64; arrays are flattened in C order.
     Raises: DataError for anything else, and integers beyond 64 bits.
     Example:
+      >>> import meshlib as mtf
       >>> record = mtf.records.encode({"label": 7, "pixels": [0.5, 1.0]})
       >>> len(record), mtf.records.decode(record)["pixels"].tolist()
       (42, [0.5, 1.0])

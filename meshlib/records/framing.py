@@ -43,6 +43,7 @@ class Fault(NamedTuple):
     """A fault of a file with its position: `offset` counts the bytes of the records, decompressed.
 
     Example:
+      >>> import meshlib as mtf
       >>> print(mtf.records.Fault("train-00000-of-00010", 4096, "its CRC is wrong"))
       train-00000-of-00010: at byte 4096: its CRC is wrong
     """
@@ -266,6 +267,7 @@ def read(paths: Paths, on_fault: str = "error", faults: list[Fault] | None = Non
     Raises: DataError with file, byte position and fault.
     Example:
       >>> import tempfile
+      >>> import meshlib as mtf
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     _ = mtf.records.write(f"{folder}/train@2", [b"one", b"two", b"three"])
       ...     sorted(mtf.records.read(f"{folder}/train@2"))

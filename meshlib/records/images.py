@@ -82,6 +82,7 @@ def read_idx(path: str | os.PathLike[str], dims: int | None = None) -> NDArray[A
     Returns: array in native byte order.
     Raises: DataError with the file, and the expected and actual content.
     Example:
+      >>> import meshlib as mtf
       >>> import tempfile
       >>> from pathlib import Path
       >>> with tempfile.TemporaryDirectory() as folder:

@@ -48,6 +48,7 @@ def files_of(paths: Paths) -> list[str]:
     Raises: DataError for missing files, an incomplete set, and files named twice.
     Example:
       >>> import tempfile
+      >>> import meshlib as mtf
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     _ = mtf.records.write(f"{folder}/train@2", [b"one", b"two"])
       ...     [name.removeprefix(folder) for name in mtf.records.files_of(f"{folder}/train*")]

@@ -32,6 +32,7 @@ class Writer:
 
     Example:
       >>> import tempfile
+      >>> import meshlib as mtf
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     with mtf.records.Writer(f"{folder}/train@2") as writer:
       ...         for n in range(3):

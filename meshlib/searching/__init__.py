@@ -131,6 +131,7 @@ def search(
     Returns: `Found`: `.best .ranking .pareto .certificate`; print it.
     Raises: GraphError for bad arguments, SliceError for an unknown slice, LayoutError for an impossible `fix`.
     Example:
+      >>> import meshlib as mtf
       >>> def build():
       ...     batch, pixels, hidden = (mtf.Dimension(*d) for d in (("batch", 512), ("pixels", 784), ("hidden", 1024)))
       ...     x, w = mtf.input("x", [batch, pixels]), mtf.variable("w", [pixels, hidden])

@@ -39,6 +39,7 @@ class Arrivals:
       steady: whether requests arrive at equal intervals instead of at random.
     Raises: GraphError for a value of the wrong kind.
     Example:
+      >>> import meshlib as mtf
       >>> load = mtf.Arrivals(rate=2.0, prompts="200~1500", outputs=128, requests=4)
       >>> load.outputs_drawn.tolist(), len(load.seconds), load.longest >= 128
       ([128, 128, 128, 128], 4, True)

@@ -48,6 +48,7 @@ class Found(Shown):
     """Result of a search: all candidates with their outcomes. Created by `mtf.search`.
 
     Example:
+      >>> import meshlib as mtf
       >>> def build():
       ...     x, w = mtf.input("x", "batch:4096;d:1024"), mtf.variable("w", "d:1024;n:1024")
       ...     return {"y": mtf.einsum([x, w], output_shape="batch:4096;n:1024")}, []

@@ -79,6 +79,7 @@ class ServedLoad:
       busy_seconds: seconds spent in prefill and decoding.
       steps, chunk, separate: as in `serve_load`.
     Example:
+      >>> import meshlib as mtf
       >>> load = mtf.Arrivals(rate=50, prompts=8, outputs=8, requests=100)
       >>> served = mtf.serving(mtf.models.preset("gpt2").reduced(), "v5e-1", batches=[8], arrivals=load)
       >>> result = served.loads[0]

@@ -85,6 +85,7 @@ def serving(
       `.plot()`.
     Raises: SliceError for an unknown slice; GraphError for other bad arguments; LayoutError where no layout is legal.
     Example:
+      >>> import meshlib as mtf
       >>> served = mtf.serving(mtf.models.preset("gpt2"), "v5e-1", batches=[8, 64], context=1024)
       >>> fastest, cheapest = served.frontier[0], served.frontier[-1]
       >>> fastest.batch, cheapest.batch, fastest.token_seconds < cheapest.token_seconds

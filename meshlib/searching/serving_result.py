@@ -105,6 +105,7 @@ class Serving(Shown):
     `compiler`, that of all estimates; `loads`, the results under each layout, if a load was given.
 
     Example:
+      >>> import meshlib as mtf
       >>> served = mtf.serving(mtf.models.preset("gpt2").reduced(), "v5e-1", batches=[8], context=16)
       >>> [(p.batch, p.token_seconds > 0) for p in served.points], served.weights
       ([(8, True)], 'bfloat16')

@@ -32,6 +32,7 @@ def flax_rules(program: Program) -> Emitted:
     Flax goes through rules in order, and takes the first whose axes are free: required rules come first. One list is
     for parameters, one for activations, where they differ.
 
+    >>> import meshlib as mtf
     >>> with mtf.Graph():
     ...     x = mtf.input("x", [mtf.Dimension("batch", 8), mtf.Dimension("d_model", 4)])
     ...     program = mtf.lower({"y": mtf.relu(x)}, mesh="data:2", layout="batch:data;d_model:data?")

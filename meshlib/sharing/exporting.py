@@ -77,6 +77,7 @@ def export(
       folder can't be written.
     Example:
       >>> import tempfile
+      >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("gpt2").reduced().replace(vocab=300)
       >>> with mtf.Graph():
       ...     program = mtf.lower(*mtf.models.train_step(tiny, batch=4, length=8), mesh="data:2", layout="batch:data")

@@ -43,6 +43,7 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
     Example:
       >>> import json, tempfile
       >>> from pathlib import Path
+      >>> import meshlib as mtf
       >>> written = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 99}
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     _ = Path(folder, "small.json").write_text(json.dumps(written))
@@ -60,6 +61,7 @@ def config_notes(path: str | os.PathLike[str]) -> list[str]:
     Example:
       >>> import json, tempfile
       >>> from pathlib import Path
+      >>> import meshlib as mtf
       >>> written = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 99}
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     _ = Path(folder, "small.json").write_text(json.dumps({**written, "resid_pdrop": 0.1}))

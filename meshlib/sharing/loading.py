@@ -66,6 +66,7 @@ def load_model(
       bad arguments.
     Example:
       >>> import tempfile
+      >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("gpt2").reduced().replace(vocab=300)
       >>> with mtf.Graph():
       ...     program = mtf.lower(*mtf.models.train_step(tiny, batch=1, length=4))
@@ -170,6 +171,7 @@ class Model:
 
     Example:
       >>> import tempfile
+      >>> import meshlib as mtf
       >>> def build(size):
       ...     return {"y": mtf.input("x", [mtf.Dimension("n", size)]) * mtf.variable("w", [], 2.0)}
       >>> with mtf.Graph():
@@ -201,6 +203,7 @@ class TextModel(Model):
 
     Example:
       >>> import tempfile
+      >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("gpt2").reduced().replace(vocab=300)
       >>> with mtf.Graph():
       ...     program = mtf.lower(*mtf.models.train_step(tiny, batch=1, length=4))
@@ -285,6 +288,8 @@ class ImageModel(Model):
 
     Example:
       >>> import tempfile
+      >>> import numpy as np
+      >>> import meshlib as mtf
       >>> sizes = {"height": 8, "width": 8, "patch": 4, "d_model": 8, "d_ff": 16, "heads": 2, "layers": 1}
       >>> tiny = mtf.models.ViTConfig("tiny", **sizes, classes=3)
       >>> with mtf.Graph():
@@ -344,6 +349,7 @@ class OwnModel(Model):
 
     Example:
       >>> import tempfile
+      >>> import meshlib as mtf
       >>> def build(size):
       ...     return {"y": mtf.input("x", [mtf.Dimension("n", size)]) * mtf.variable("w", [], 2.0)}
       >>> with mtf.Graph():

@@ -44,6 +44,7 @@ def read_weights(path: str | os.PathLike[str], config: TransformerConfig) -> dic
     Raises: GraphError for a config of another architecture; CheckpointError with all tensors that are missing, of
       another shape or unknown, and for damaged files.
     Example:
+      >>> import meshlib as mtf
       >>> state = mtf.sharing.read_weights("gpt2", mtf.models.preset("gpt2"))  # doctest: +SKIP
       >>> mtf.generate(mtf.models.preset("gpt2"), [[464, 3290]], state).tokens  # doctest: +SKIP
     """
@@ -99,6 +100,7 @@ def write_weights(
       a file can't be written.
     Example:
       >>> import tempfile
+      >>> import meshlib as mtf
       >>> tiny = mtf.models.preset("gpt2").reduced()
       >>> with mtf.Graph():
       ...     sim = mtf.simulate(mtf.lower(*mtf.models.train_step(tiny, batch=1, length=4)), seed=0)

@@ -46,6 +46,7 @@ def simulate(
       check_nan: raise NotFiniteError, naming the operation and core, when a fetched value or a variable becomes NaN.
     Raises: SliceError for an unknown slice or one of another size than the mesh.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("batch", 4)])
       ...     program = mtf.lower({"total": mtf.reduce_sum(x)}, mesh="rows:2", layout="batch:rows")
@@ -67,6 +68,7 @@ class Simulation(Shown):
     simulation of its own that goes on from the same state, bit for bit.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     w = mtf.variable("w", "d:4", 1.0)
       ...     program = mtf.lower({"total": mtf.reduce_sum(w)}, [mtf.assign(w, w * 2)], mesh="data:2", layout="d:data")
@@ -161,6 +163,7 @@ class Simulation(Shown):
           step, computed again from the arrays that were fed; these must still hold what they held.
         Raises: FeedError for an unknown name, or where no step has been run; LayoutError for a core outside the mesh.
         Example:
+          >>> import meshlib as mtf
           >>> with mtf.Graph():
           ...     x = mtf.input("x", [mtf.Dimension("batch", 4)])
           ...     program = mtf.lower({"y": mtf.reduce_sum(mtf.square(x))}, mesh="rows:2", layout="batch:rows")
@@ -187,6 +190,7 @@ class Simulation(Shown):
         Returns: `hardware.ring_steps.RingRun`: print it, show it in a notebook, `.plot(step)`, `.save("ring.gif")`.
         Raises: as `shard`; FeedError for a tensor that no collective brings.
         Example:
+          >>> import meshlib as mtf
           >>> with mtf.Graph():
           ...     x = mtf.input("x", [mtf.Dimension("batch", 4), mtf.Dimension("d", 2)])
           ...     y = mtf.reduce_sum(x, output_shape=[x.shape.dims[1]])

@@ -63,6 +63,7 @@ def save(sim: Simulation, path: Path, notes: Mapping[str, str] | None = None) ->
     Raises: CheckpointError if the file can't be written.
     Example:
       >>> import tempfile
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     w = mtf.variable("w", [mtf.Dimension("d", 4)], 1.0)
       ...     program = mtf.lower(updates=[mtf.assign(w, w * 2)], mesh="r:2", layout="d:r")
@@ -247,6 +248,7 @@ def load(path: Path, sim: Simulation, *, strict: bool = True, only: Iterable[str
     Raises: CheckpointError with all mismatches at once, or with the first fault of the file itself.
     Example:
       >>> import tempfile
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     w, v = mtf.variable("w", "d:4", 1.0), mtf.variable("v", "d:4", 2.0)
       ...     whole, part = mtf.lower({"y": w + v}), mtf.lower({"y": w + 0})

@@ -138,6 +138,8 @@ class Evaluation:
         over the batch.
     Raises: GraphError, FeedError for invalid arguments.
     Example:
+      >>> import numpy as np
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x, w = mtf.input("x", "batch:4"), mtf.variable("w", [], 1.0)
       ...     program = mtf.lower({"loss": mtf.reduce_mean(mtf.square(x - w))})

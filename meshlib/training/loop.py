@@ -50,6 +50,8 @@ class Trained:
     stats      input statistics, if the data are `mtf.data`
 
     Example:
+      >>> import numpy as np
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     w = mtf.variable("w", [], 1.0)
       ...     loss = mtf.reduce_mean(mtf.square(mtf.input("x", "batch:4") - w))
@@ -152,6 +154,7 @@ def train(
     Raises: GraphError and FeedError for invalid arguments, CheckpointError for a folder of another run, and exceptions
       of steps and data. Ctrl-C and SIGTERM end the run after a step and a checkpoint, and then have their usual effect.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x, w = mtf.input("x", [mtf.Dimension("batch", 4)]), mtf.variable("w", [], 1.0)
       ...     loss = mtf.reduce_mean(mtf.square(x - w), name="loss")

@@ -82,6 +82,7 @@ def verify(
     Raises: LayoutError for an invalid layout; FeedError for invalid feeds; GraphError for other arguments. A layout
       whose run fails otherwise is a failing row.
     Example:
+      >>> import meshlib as mtf
       >>> batch, d = mtf.Dimension("batch", 4), mtf.Dimension("d", 6)
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [batch, d])

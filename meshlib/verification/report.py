@@ -88,6 +88,7 @@ class Verification:
     refuses, each with the first line of its reason.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.reduce_sum(mtf.input("x", "batch:8;d:4"))
       >>> report = mtf.verify({"y": y}, layouts=[("data:2", "batch:data")])

@@ -47,6 +47,7 @@ class TextExamples:
       texts: number of texts; `cut` and `skipped`: numbers of those too long, truncated or left out.
       filled: share of positions with a token that is not padding.
     Example:
+      >>> import meshlib as mtf
       >>> words = mtf.BytePairs.learn("to be or not to be", 260)
       >>> rows = mtf.texts_in_rows(["to be", "or"], words, length=12)
       >>> rows, rows.arrays["segment_ids"].tolist()
@@ -95,6 +96,7 @@ def text_to_text(
       "segment_ids" and "segment_positions".
     Raises: GraphError for invalid arguments or texts, no pairs at all, and texts that are too long if refused.
     Example:
+      >>> import meshlib as mtf
       >>> words = mtf.BytePairs.learn("to be or not to be", 260)
       >>> made = mtf.text_to_text([("to be", "or not"), ("a", "b")], words, source_length=8, length=12)
       >>> made.arrays["segment_ids"].tolist()
@@ -127,6 +129,7 @@ def texts_in_rows(
     Returns: `TextExamples` with "tokens", "targets", "segment_ids" and "segment_positions".
     Raises: as in `text_to_text`.
     Example:
+      >>> import meshlib as mtf
       >>> words = mtf.BytePairs.learn("to be or not to be", 260)
       >>> rows = mtf.texts_in_rows(["to be", "or"], words, length=12)
       >>> rows.arrays["segment_positions"].tolist()

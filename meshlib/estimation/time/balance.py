@@ -33,6 +33,7 @@ def balance(slice: Any, mesh: Any) -> Balance:
     Returns: a Balance.
     Raises: SliceError for an unknown slice or one of another size.
     Example:
+      >>> import meshlib as mtf
       >>> mtf.balance("v5e-256", "data:16;model:16").axis_prices
       (('data', 1.0), ('model', 1.0))
 

@@ -30,6 +30,7 @@ def cautions(est: Estimate) -> list[str]:
     """Cautions before acting on an estimate, one line each.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("batch", 4096), mtf.Dimension("inner", 4096)], "bfloat16")
       ...     w = mtf.variable("w", [mtf.Dimension("inner", 4096), mtf.Dimension("outer", 4096)], dtype="bfloat16")

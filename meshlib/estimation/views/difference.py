@@ -17,6 +17,7 @@ def difference(first: Estimate, second: Estimate, name: str = "", tokens: tuple[
     `name`: that of the second; by default its layout and mesh. `tokens`: per step of each; if they differ, times are
     scaled to the tokens of the first.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", "batch:8192;d:8192", "bfloat16")
       ...     w = mtf.variable("w", "d:8192;f:8192", dtype="bfloat16")

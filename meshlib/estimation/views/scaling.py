@@ -29,6 +29,7 @@ class Scaling:
     whether the batch grows with the slice or not. Modelled.
 
     Example:
+      >>> import meshlib as mtf
       >>> def build(slice):
       ...     with mtf.Graph():
       ...         x, w = mtf.input("x", f"batch:{4096 * slice.devices};d:1024"), mtf.variable("w", "d:1024;n:1024")
@@ -171,6 +172,7 @@ def scaling(
         estimated one after the other.
     Raises: SliceError for an unknown slice or a program that does not fit one; GraphError for other bad arguments.
     Example:
+      >>> import meshlib as mtf
       >>> def build(slice):
       ...     batch, inner = mtf.Dimension("batch", 64 * slice.devices), mtf.Dimension("inner", 1024)
       ...     with mtf.Graph():

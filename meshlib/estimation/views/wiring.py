@@ -22,6 +22,7 @@ def other_wiring(est: Estimate) -> Estimate | None:
 
     Returns: with the best placement there; None for a slice whose shape or chip has no twist.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", "batch:1024;d:65536", "bfloat16")
       ...     swapped = mtf.constrain(x, "d:all") * 2

@@ -59,6 +59,7 @@ def compile_for(
     Raises: MissingError without JAX or libtpu; SliceError for an unknown slice, one of another size than the mesh, or
       one that the compiler does not know; ProgramError for a program that does not compile for another reason.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", "batch:8;k:4")
       ...     y = mtf.reduce_sum(mtf.square(x))

@@ -49,6 +49,7 @@ class Compiled:
     cpu_seconds, resident_bytes  cost of compiling
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.reduce_sum(mtf.input("x", "batch:8;k:4"))
       ...     program = mtf.lower({"y": y}, mesh="data:4", layout="batch:data")

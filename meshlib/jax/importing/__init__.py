@@ -110,6 +110,7 @@ def from_jax(
       where JAX is not installed.
     Example:
       >>> import jax, jax.numpy as jnp
+      >>> import meshlib as mtf
       >>> def loss(params, x):
       ...     return jnp.mean(jnp.tanh(x @ params["w1"]) @ params["w2"])
       >>> shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, "float32")

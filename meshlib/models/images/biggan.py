@@ -66,6 +66,7 @@ class BigGANConfig(Config):
     Raises: GraphError with all faults at once.
     Source: Brock, Donahue, Simonyan, arXiv:1809.11096, appendix B.
     Example:
+      >>> import meshlib as mtf
       >>> config = mtf.models.BigGANConfig()
       >>> config.generator_parameters, config.discriminator_parameters
       (70433988, 87982370)
@@ -196,6 +197,7 @@ def generator(config: BigGANConfig, z: Tensor, labels: Tensor, is_training: bool
     Returns: [batch, height, width, image_channels] in float32.
     Raises: GraphError for operands without these dims.
     Example:
+      >>> import meshlib as mtf
       >>> config = mtf.models.BigGANConfig("tiny", side=16, classes=3, features=4, z=9, shared=4, attention=0)
       >>> with mtf.Graph():
       ...     z, labels = mtf.input("z", "batch:2;z:9"), mtf.input("labels", "batch:2", "int32")
@@ -250,6 +252,7 @@ def discriminator(
     Returns: the dims of labels, float32: positive for images that look real.
     Raises: GraphError for operands without these dims.
     Example:
+      >>> import meshlib as mtf
       >>> config = mtf.models.BigGANConfig("tiny", side=16, classes=3, features=4, z=9, shared=4, attention=0)
       >>> with mtf.Graph():
       ...     images = mtf.input("images", "batch:2;height:16;width:16;image_channels:3")
@@ -316,6 +319,7 @@ def gan_step(
     Returns: the outputs "generator_loss", "discriminator_loss", and mean logits "real" and "made"; the updates.
     Raises: GraphError for an invalid batch or optimizer.
     Example:
+      >>> import meshlib as mtf
       >>> config = mtf.models.BigGANConfig("tiny", side=16, classes=3, features=4, z=9, shared=4, attention=0)
       >>> with mtf.Graph():
       ...     adam = mtf.optimize.AdamOptimizer(2e-4, beta_1=0.0)
@@ -365,6 +369,7 @@ def gan_samples(config: BigGANConfig, count: int) -> dict[str, Tensor]:
     Its inputs are z, float32 [count, z] (`config.noise`), and labels, int32 [count]. Returns: "images" in -1..1.
     Raises: GraphError for an invalid count.
     Example:
+      >>> import meshlib as mtf
       >>> config = mtf.models.BigGANConfig("tiny", side=16, classes=3, features=4, z=9, shared=4, attention=0)
       >>> with mtf.Graph():
       ...     program = mtf.lower(mtf.models.gan_samples(config, 4), mesh="data:2", layout="batch:data")

@@ -24,6 +24,7 @@ def image_preset(name: str) -> Any:
 
     Raises: GraphError for an unknown name, with the nearest one.
     Example:
+      >>> import meshlib as mtf
       >>> mtf.models.image_preset("resnet-50").parameters
       25557032
     """
@@ -64,6 +65,7 @@ def image_layout(name: str, config: Splittable, mesh: MeshLike) -> LayoutRules:
       mesh: the mesh.
     Raises: LayoutError for an unknown name, a mesh without the axis, and sizes that do not divide, with the remedy.
     Example:
+      >>> import meshlib as mtf
       >>> config = mtf.models.image_preset("resnet-50")
       >>> print(mtf.models.image_layout("data+spatial", config, "data:64;spatial:2"))
       batch:data;height:spatial

@@ -89,6 +89,7 @@ class ResNetConfig(Config):
     Raises: GraphError with all faults at once.
     Source: He et al., arXiv:1512.03385; version 2: arXiv:1603.05027; 1.5: MLPerf's reference, and torchvision's.
     Example:
+      >>> import meshlib as mtf
       >>> config = mtf.models.image_preset("resnet-50")
       >>> config.parameters, round(config.macs / 1e9, 2)
       (25557032, 4.09)
@@ -178,6 +179,7 @@ def resnet(config: ResNetConfig, images: Tensor, is_training: bool) -> tuple[Ten
     Returns: [batch, classes] in float32 (float64 if the numerics are).
     Raises: GraphError for images with other dims.
     Example:
+      >>> import meshlib as mtf
       >>> config = mtf.models.image_preset("resnet-18").replace(classes=10)
       >>> with mtf.Graph():
       ...     images = mtf.input("images", "batch:8;height:224;width:224;image_channels:3")

@@ -55,6 +55,7 @@ class RetinaNetConfig(Config):
     Raises: GraphError with all faults at once.
     Source: Lin et al., arXiv:1708.02002; pyramid: arXiv:1612.03144.
     Example:
+      >>> import meshlib as mtf
       >>> mtf.models.RetinaNetConfig().parameters
       38176142
     """
@@ -195,6 +196,7 @@ def retinanet(
       is_training: whether batch norm uses statistics of the batch and returns updates.
     Raises: GraphError for images with other dims.
     Example:
+      >>> import meshlib as mtf
       >>> tiny = mtf.models.ResNetConfig("tiny", (1, 1, 1), False, stem="small", height=16, width=16, features=4)
       >>> config = mtf.models.RetinaNetConfig("tiny", tiny, 2, levels=(2, 3), features=4, depth=1)
       >>> with mtf.Graph():
@@ -272,6 +274,7 @@ def detection_step(
       are sums over anchors, divided by the number of anchors with an object, the second also by 4.
     Raises: GraphError for an invalid batch or optimizer.
     Example:
+      >>> import meshlib as mtf
       >>> tiny = mtf.models.ResNetConfig("tiny", (1, 1, 1), False, stem="small", height=16, width=16, features=4)
       >>> config = mtf.models.RetinaNetConfig("tiny", tiny, 2, levels=(2, 3), features=4, depth=1)
       >>> with mtf.Graph():
@@ -311,6 +314,7 @@ def detection_outputs(config: RetinaNetConfig, batch: int) -> dict[str, Tensor]:
     Its input is images. Returns: for each level l "scores<l>", the probability of each class for each anchor, and
     "codes<l>". Raises: GraphError for an invalid batch.
     Example:
+      >>> import meshlib as mtf
       >>> tiny = mtf.models.ResNetConfig("tiny", (1, 1, 1), False, stem="small", height=16, width=16, features=4)
       >>> config = mtf.models.RetinaNetConfig("tiny", tiny, 2, levels=(2, 3), features=4, depth=1)
       >>> with mtf.Graph():

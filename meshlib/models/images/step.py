@@ -49,6 +49,7 @@ def image_step(
       averages, for `mtf.lower`.
     Raises: GraphError for an invalid batch or optimizer.
     Example:
+      >>> import meshlib as mtf
       >>> sizes = {"classes": 10, "height": 8, "width": 8, "features": 8}
       >>> small = mtf.models.ResNetConfig("small", (1,), False, stem="small", **sizes)
       >>> with mtf.Graph():
@@ -80,6 +81,7 @@ def image_evaluation(config: ImageConfig, batch: int | Sequence[Dimension]) -> d
       examples.
     Raises: GraphError for an invalid batch.
     Example:
+      >>> import meshlib as mtf
       >>> sizes = {"classes": 10, "height": 8, "width": 8, "features": 8}
       >>> small = mtf.models.ResNetConfig("small", (1,), False, stem="small", **sizes)
       >>> with mtf.Graph():

@@ -34,6 +34,7 @@ class UNetConfig(Config):
     Raises: GraphError with all faults at once.
     Source: Ronneberger et al., arXiv:1505.04597.
     Example:
+      >>> import meshlib as mtf
       >>> mtf.models.UNetConfig(levels=2, features=8, height=32, width=32).parameters
       32858
     """
@@ -96,6 +97,7 @@ def unet(config: UNetConfig, images: Tensor, is_training: bool) -> tuple[Tensor,
     Returns: [batch, height, width, classes] in float32.
     Raises: GraphError for images with other dims.
     Example:
+      >>> import meshlib as mtf
       >>> config = mtf.models.UNetConfig(levels=2, features=8, height=32, width=32)
       >>> with mtf.Graph():
       ...     images = mtf.input("images", f"batch:2;height:32;width:32;image_channels:{config.channels}")

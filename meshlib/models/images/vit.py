@@ -39,6 +39,7 @@ class ViTConfig(Config):
     Raises: GraphError with all faults at once.
     Source: Dosovitskiy et al., arXiv:2010.11929, table 1.
     Example:
+      >>> import meshlib as mtf
       >>> mtf.models.image_preset("vit-b-16").parameters
       86567656
     """
@@ -130,6 +131,7 @@ def vit(config: ViTConfig, images: Tensor, is_training: bool) -> tuple[Tensor, l
     Returns: [batch, classes] in float32, and [].
     Raises: GraphError for images with other dims.
     Example:
+      >>> import meshlib as mtf
       >>> config = mtf.models.image_preset("vit-b-16")
       >>> with mtf.Graph():
       ...     images = mtf.input("images", "batch:2;height:224;width:224;image_channels:3")

@@ -14,6 +14,7 @@ Keys = dict[str, Any]
 def model_keys(config: TransformerConfig) -> tuple[Keys, list[str]]:
     """MaxText's keys for a model, and the features that MaxText lacks.
 
+    >>> import meshlib as mtf
     >>> keys, missing = model_keys(mtf.models.preset("llama2-7b"))
     >>> keys["decoder_block"], keys["base_emb_dim"], missing
     ('llama2', 4096, [])

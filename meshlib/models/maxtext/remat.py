@@ -77,6 +77,7 @@ def policy(
 ) -> Policy:
     """The policy that keeps those of these values that a model has; "full" if it has none.
 
+    >>> import meshlib as mtf
     >>> policy(mtf.models.preset("gpt3-175b"), ["wi", "wi_gate"])
     Remat(save=('wi',), offload=(), offload_carries=False)
     """

@@ -69,6 +69,7 @@ class MaxTextRun:
       config, remat, length, optimizer: arguments of `mtf.models.train_step`. accumulation: microbatches per step.
       unread: keys that differ from their defaults, change compute, memory or communication, and are not expressed.
     Example:
+      >>> import meshlib as mtf
       >>> run = mtf.models.read_maxtext("base.yml", {"model_name": "llama3.1-8b"})  # doctest: +SKIP
       >>> print(run.config.parameters, run.length, run.unread)  # doctest: +SKIP
     """
@@ -322,6 +323,7 @@ def read_maxtext(
       MissingError without PyYAML.
     Example:
       >>> import pathlib, tempfile
+      >>> import meshlib as mtf
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     file = pathlib.Path(folder, "base.yml")
       ...     _ = file.write_text("base_num_decoder_layers: 4\\nici_tensor_parallelism: 4\\n")

@@ -299,6 +299,7 @@ def einsum(
       on the vector unit, with one operation per product and per sum.
     Raises: ShapeError if sizes clash, an output dim is in no operand, or dtypes differ.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.zeros([mtf.Dimension("batch", 8), mtf.Dimension("inner", 4)])
       ...     w = mtf.zeros([mtf.Dimension("inner", 4), mtf.Dimension("outer", 2)])
@@ -381,6 +382,7 @@ def matmul(
     """`einsum` of two tensors.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.matmul(mtf.input("x", "a:2;b:2"), mtf.ones("b:2;c:1"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[1.0, 2.0], [3.0, 4.0]])["y"])

@@ -99,6 +99,7 @@ def quantized_einsum(
       maxima, which are reduced over the devices that share a row.
     Raises: ShapeError as `einsum`, or for a number of tensors other than two; GraphError for another dtype.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     k, one = mtf.Dimension("k", 3), mtf.Dimension("one", 1)
       ...     x, w = mtf.input("x", [k]), mtf.input("w", [k])
@@ -164,6 +165,7 @@ def quantize(
     Cost: vector work, and a maximum that is reduced over the devices that share a row.
     Raises: ShapeError for another dtype, a tensor that is not float, or dims that it lacks.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     d, f = mtf.Dimension("d", 2), mtf.Dimension("f", 2)
       ...     q, scale = mtf.quantize(mtf.constant(np.array([[1.0, 4.0], [-2.0, 1.0]]), [d, f]), d)
@@ -301,6 +303,7 @@ def quantized_ragged_dot(
       maxima, which are reduced over the devices that share a row.
     Raises: ShapeError for dims that do not fit; GraphError for another dtype.
     Example:
+      >>> import meshlib as mtf
       >>> rows, groups, d = mtf.Dimension("rows", 3), mtf.Dimension("groups", 2), mtf.Dimension("d", 2)
       >>> with mtf.Graph():
       ...     x, w = mtf.input("x", [rows, d]), mtf.input("w", [groups, d])

@@ -230,6 +230,7 @@ def ragged_dot(
       the rows of its groups, giving a pending sum; the estimate assumes rows in proportion to groups.
     Raises: ShapeError for dims that do not fit.
     Example:
+      >>> import meshlib as mtf
       >>> rows, groups, d = mtf.Dimension("rows", 4), mtf.Dimension("groups", 2), mtf.Dimension("d", 1)
       >>> with mtf.Graph():
       ...     x, w = mtf.input("x", [rows, d]), mtf.input("w", [groups, d])

@@ -26,6 +26,7 @@ def recompute_grad(function: Function, explicit_inputs: Sequence[Tensor], remat:
     Returns: the result of `function`: a tensor, or a list or tuple of them.
     Raises: GraphError for an unknown policy.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", "d:2")
       ...     y = mtf.recompute_grad(lambda x: mtf.square(mtf.exp(x)), [x])
@@ -47,6 +48,7 @@ def custom_gradient(function: Function, gradient: Function, explicit_inputs: Seq
         are inputs or do not depend on any.
       explicit_inputs: the inputs that get gradients; captured values get none.
     Example: gradient reversal.
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("d", 2)])
       ...     y = mtf.custom_gradient(lambda v: v, lambda inputs, outputs, dys: [mtf.negative(dys[0])], [x])

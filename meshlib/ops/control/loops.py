@@ -105,6 +105,7 @@ def scan(
     Raises: GraphError, ShapeError for a body that changes types, or xs without `dim`.
     Gradient: a scan in reverse, which recomputes each trip from the kept values.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("time", 4)])
       ...     last, sums = mtf.scan(lambda c, s: ((c[0] + s[0],), (c[0] + s[0],)), [mtf.constant(0.0)], [x], x.shape[0])
@@ -150,6 +151,7 @@ def while_loop(
     Raises: GraphError, ShapeError for an invalid number of trips or condition, or a body that changes types.
     Gradient: as for `scan`; none with a condition.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("d", 2)])
       ...     (y,) = mtf.while_loop(3, lambda v: v * 2.0, [x])

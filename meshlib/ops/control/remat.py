@@ -73,6 +73,7 @@ class Remat:
       offload_carries: whether the carries before each trip of a loop are kept on the host.
     Raises: GraphError for an argument that is not a list of names, or a name in both lists.
     Example:
+      >>> import meshlib as mtf
       >>> layers, d = mtf.Dimension("layers", 6), mtf.Dimension("d", 8)
       >>> with mtf.Graph():
       ...     x, w = mtf.input("x", [d]), mtf.variable("w", [layers, d])

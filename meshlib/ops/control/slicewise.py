@@ -125,6 +125,7 @@ def slicewise(
     Raises: ShapeError for dims that do not fit; GraphError for a gradient without `grad_function`; ProgramError at run
       time for a result of another shape or kind of dtype than declared.
     Example:
+      >>> import meshlib as mtf
       >>> batch, n = mtf.Dimension("batch", 2), mtf.Dimension("n", 3)
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [batch, n])
@@ -193,6 +194,7 @@ def Print(x: Tensor, data: Sequence[Tensor], message: str = "", name: str | None
     Returns: x.
     Raises: GraphError for a message that is not a str.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("d", 4)])
       ...     y = mtf.Print(x * 2.0, [x, mtf.reduce_max(x, name="top")], "step: ")

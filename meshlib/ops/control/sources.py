@@ -123,6 +123,7 @@ def constant(
     Raises: ShapeError for numbers that do not fit the dtype, an array whose sizes are not those of `shape`, and
       ragged lists.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.constant([2.0, 3.0, 5.0], mtf.Dimension("primes", 3)) * 2
       >>> mtf.simulate(mtf.lower({"y": y})).step()["y"].tolist()
@@ -144,6 +145,7 @@ def zeros(shape: Shape | Sequence[Dimension] | Dimension, dtype: object = "float
     """A tensor of zeros.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.zeros("d:2", "int32")
       >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"])
@@ -156,6 +158,7 @@ def ones(shape: Shape | Sequence[Dimension] | Dimension, dtype: object = "float3
     """A tensor of ones.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.ones("d:2")
       >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"])
@@ -168,6 +171,7 @@ def zeros_like(t: Tensor, name: str | None = None) -> Tensor:
     """Zeros of the shape and dtype of `t`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.zeros_like(mtf.ones("d:2"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"])
@@ -180,6 +184,7 @@ def ones_like(t: Tensor, name: str | None = None) -> Tensor:
     """Ones of the shape and dtype of `t`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.ones_like(mtf.zeros("d:2"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"])
@@ -215,6 +220,7 @@ def input(name: str, shape: Shape | Sequence[Dimension] | Dimension, dtype: obje
 
     Raises: GraphError if the name is taken by another input of the graph.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.input("x", "batch:2;d:2") * 2.0
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[1.0, 2.0], [3.0, 4.0]])["y"])
@@ -259,6 +265,7 @@ def variable(
     Raises: GraphError if the name is taken (names both lines). Inside `mtf.scope(..., reuse=True)` a variable of the
       name with the same dims and dtypes must exist, and is returned with its original initializer and `trainable`.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.variable("w", "d:2", mtf.initializers.constant(3.0)) + 1.0
       >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"])
@@ -388,6 +395,7 @@ def step() -> Tensor:
     """The int32 number of steps with updates run so far; incremented at the end of each such step.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.step()
       >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"])

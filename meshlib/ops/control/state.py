@@ -41,6 +41,7 @@ def identity(x: Tensor, name: str | None = None) -> Tensor:
     """`x` under another name.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.identity(mtf.input("x", "d:4"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
@@ -53,6 +54,7 @@ def stop_gradient(x: Tensor, name: str | None = None) -> Tensor:
     """`x`, with no gradient flowing through.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.stop_gradient(mtf.input("x", "d:4"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
@@ -66,6 +68,7 @@ def constrain(x: Tensor, layout: object, name: str | None = None) -> Tensor:
 
     These rules replace the program's for this tensor and for its cotangent.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.constrain(mtf.input("x", "d:4"), "")
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
@@ -86,6 +89,7 @@ def assign(variable: Tensor, value: Tensor, name: str | None = None) -> Operatio
     Reads in the same step see the state before it. `variable` is a tensor returned by `mtf.variable`.
     Raises: GraphError if it is not, ShapeError if shapes differ.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     w = mtf.variable("w", "d:2", mtf.initializers.zeros())
       ...     program = mtf.lower({}, [mtf.assign(w, w + 1.0)])
@@ -119,6 +123,7 @@ def assign_add(variable: Tensor, value: Tensor | float, name: str | None = None)
     """The update that adds `value` to `variable`, like `assign`; dims that `value` lacks are broadcast.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     w = mtf.variable("w", "d:2", mtf.initializers.zeros())
       ...     program = mtf.lower({}, [mtf.assign_add(w, mtf.ones("d:2"))])
@@ -136,6 +141,7 @@ def assign_sub(variable: Tensor, value: Tensor | float, name: str | None = None)
     """The update that subtracts `value` from `variable`, like `assign`; dims that `value` lacks are broadcast.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     w = mtf.variable("w", "d:2", mtf.initializers.zeros())
       ...     program = mtf.lower({}, [mtf.assign_sub(w, mtf.ones("d:2"))])

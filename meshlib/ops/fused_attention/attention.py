@@ -362,6 +362,7 @@ def attention(
       segments are known only at run time: tiles that they hide are computed and counted.
     Raises: ShapeError for dims that do not fit, GraphError for a dim that an operand lacks.
     Example:
+      >>> import meshlib as mtf
       >>> length, memory, d = mtf.Dimension("length", 4), mtf.Dimension("memory_length", 4), mtf.Dimension("d", 2)
       >>> with mtf.Graph():
       ...     q, k, v = mtf.zeros([length, d]), mtf.zeros([memory, d]), mtf.ones([memory, d])

@@ -37,6 +37,7 @@ def space_to_depth(
     Returns: x's dims with new sizes.
     Raises: ShapeError if b does not divide a dim.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", mtf.Shape("batch:8;height:224;width:224;rgb:3").dims)
       ...     print(mtf.space_to_depth(x, 2).shape)
@@ -76,6 +77,7 @@ def depth_to_space(
 
     The inverse of `space_to_depth` with these arguments. Raises: ShapeError if the channels do not divide.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.depth_to_space(mtf.input("x", "batch:1;h:1;w:1;c:4"), 2)
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[[[1.0, 2.0, 3.0, 4.0]]]])["y"].ravel())
@@ -128,6 +130,7 @@ def conv2d_with_blocks(
     Stride and padding refer to the whole image, as lists. Raises: ShapeError if its result can't be cut into as
     many blocks.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x, filters = mtf.input("x", "h_blocks:2;h:4;w:8;c:3"), mtf.ones("kh:3;kw:3;c:3;out:8")
       ...     y = mtf.conv2d_with_blocks(x, filters, h_blocks_dim=mtf.Dimension("h_blocks", 2))
@@ -154,6 +157,7 @@ def conv3d_with_blocks(
     """`conv3d` of a volume in blocks: [..., d_blocks, h_blocks, d, h, w, channels]; see `conv2d_with_blocks`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x, filters = mtf.input("x", "d_blocks:2;d:4;h:8;w:8;c:1"), mtf.ones("kd:3;kh:3;kw:3;c:1;out:8")
       ...     y = mtf.conv3d_with_blocks(x, filters, stride=[1, 2, 2], d_blocks_dim=mtf.Dimension("d_blocks", 2))

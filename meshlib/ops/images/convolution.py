@@ -123,6 +123,7 @@ conv1d = _public(
     x[..., length, channels], filters[k, channels, out]  ->  y[..., length, out]
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.conv1d(mtf.input("x", "length:4;c:1"), mtf.ones("k:3;c:1;out:1"))
       >>> mtf.simulate(mtf.lower({"y": y})).step(x=[[1], [2], [3], [4]])["y"].ravel().tolist()
@@ -153,6 +154,7 @@ conv2d = _public(
     Returns: x's dims in their order, spatial ones in their new sizes, out in place of the channels; x's dtype.
     Raises: ShapeError for dims that do not match, windows larger than what they slide over.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     image = mtf.input("image", mtf.Shape("batch:8;height:224;width:224;rgb:3").dims)
       ...     filters = mtf.variable("filters", mtf.Shape("kh:7;kw:7;rgb:3;channels:64").dims)
@@ -170,6 +172,7 @@ conv3d = _public(
     x[..., depth, height, width, channels], filters[kd, kh, kw, channels, out]  ->  y[..., depth, height, width, out]
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", "batch:2;depth:8;height:8;width:8;channels:3")
       ...     filters = mtf.variable("filters", "kd:3;kh:3;kw:3;channels:3;out:16")
@@ -183,6 +186,7 @@ conv1d_transpose = _public(
     """A transposed convolution along one dim: see `conv2d_transpose`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.conv1d_transpose(mtf.input("x", "length:2;c:1"), mtf.ones("k:2;out:1;c:1"), stride=2)
       >>> mtf.simulate(mtf.lower({"y": y})).step(x=[[1], [2]])["y"].ravel().tolist()
@@ -201,6 +205,7 @@ conv2d_transpose = _public(
       (n - 1) * stride + window less its padding if that is given in numbers.
     Raises: as `conv2d`.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", mtf.Shape("batch:8;height:4;width:4;channels:512").dims)
       ...     filters = mtf.variable("filters", mtf.Shape("kh:4;kw:4;out:256;channels:512").dims)
@@ -216,6 +221,7 @@ conv3d_transpose = _public(
     """A transposed convolution along three dims: see `conv2d_transpose`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", "batch:2;depth:4;height:4;width:4;channels:16")
       ...     filters = mtf.variable("filters", "kd:2;kh:2;kw:2;out:3;channels:16")
@@ -246,6 +252,7 @@ def depthwise_conv2d(
     Filters with another dim, [kh, kw, channels, multiplier], append it to the result's dims.
     Source: tf.nn.depthwise_conv2d, which merges the last two dims.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.depthwise_conv2d(mtf.input("x", "b:1;h:2;w:2;c:3"), mtf.ones("kh:2;kw:2;c:3"))
       >>> y.shape

@@ -58,6 +58,7 @@ def pool(
     Returns: the dims of x in order, pooled dims with their new sizes; dtype of x.
     Raises: ShapeError for windows that do not fit, see only padding, or tile a dim with a remainder.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", mtf.Shape("batch:8;height:112;width:112;channels:64").dims)
       ...     print(mtf.pool(x, {"height": 3, "width": 3}, "max", 2, padding="SAME").shape)
@@ -83,6 +84,7 @@ def max_pool(
     """The maximum of each window; arguments as in `pool`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.max_pool(mtf.input("x", "batch:1;h:2;w:2;c:1"), {"h": 2, "w": 2})
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[[[1.0], [2.0]], [[3.0], [4.0]]]])["y"].ravel())
@@ -103,6 +105,7 @@ def avg_pool(
     """The mean of each window; arguments as in `pool`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.avg_pool(mtf.input("x", "batch:1;h:2;w:2;c:1"), {"h": 2, "w": 2})
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[[[1.0], [2.0]], [[3.0], [4.0]]]])["y"].ravel())

@@ -116,6 +116,7 @@ def update_slice(
       Nothing is sent if `dim` is split: each device writes the part inside its block.
     Raises: ShapeError for dims or dtypes that do not fit; FeedError at run time if the part leaves the dim.
     Example:
+      >>> import meshlib as mtf
       >>> batch, length = mtf.Dimension("batch", 2), mtf.Dimension("length", 4)
       >>> with mtf.Graph():
       ...     at, new = mtf.input("at", [batch], "int32"), mtf.input("new", [batch])
@@ -141,6 +142,7 @@ def dynamic_slice(x: Tensor, start: Tensor | int, size: int, dim: Dimension | st
 
     Along a split dim the parts are a pending sum. Raises: FeedError at run time if the range leaves the dim.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.dynamic_slice(mtf.input("x", "d:4"), mtf.input("i", [], "int32"), 2, "d")
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0], i=1)["y"])
@@ -220,6 +222,7 @@ def update_rows(
       If `dim` is split, rows are replicated and each device writes those in its block.
     Raises: ShapeError for dims or dtypes that do not fit; FeedError at run time for an invalid index.
     Example:
+      >>> import meshlib as mtf
       >>> pages, new = mtf.Dimension("pages", 4), mtf.Dimension("new", 2)
       >>> with mtf.Graph():
       ...     rows, at = mtf.input("rows", [new]), mtf.input("at", [new], "int32")

@@ -92,6 +92,7 @@ def range(dim: Dimension, dtype: object = "int32", name: str | None = None) -> T
     """0, 1, ..., dim.size - 1 along `dim`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.range(mtf.Dimension("d", 4), "int32")
       >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"])
@@ -150,6 +151,7 @@ def one_hot(
     `out_of_range`: for an invalid index, "error" raises; "zero" yields `off_value` everywhere, as in Mesh TensorFlow.
     Raises: ShapeError while writing; FeedError at run time for an index out of range.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.one_hot(mtf.input("i", "n:2", "int32"), mtf.Dimension("d", 3))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(i=[2, 0])["y"])
@@ -269,6 +271,7 @@ def gather(
     `out_of_range`: for an invalid index, "error" raises; "zero" yields zeros (False), as in Mesh TensorFlow.
     Raises: ShapeError while writing; FeedError at run time for an index out of range.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.gather(mtf.input("x", "d:4"), mtf.input("i", "n:2", "int32"), mtf.Dimension("d", 4))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0], i=[2, 0])["y"])
@@ -388,6 +391,7 @@ def scatter_add(
     The transpose of `gather`: dims of the operands that are not in the output are summed over, and with
     `out_of_range="zero"` updates with an invalid index are dropped.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.scatter_add(mtf.input("x", "n:3"), mtf.input("i", "n:3", "int32"), mtf.Dimension("d", 2), "d:2")
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[1.0, 2.0, 3.0], i=[1, 0, 1])["y"])
@@ -414,6 +418,7 @@ def dynamic_shift(x: Tensor, offset: Tensor, dim: Dimension, wrap: bool, name: s
     Returns: the type of x.
     Raises: ShapeError for an offset of other dims or dtype.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.dynamic_shift(mtf.input("x", "d:4"), mtf.input("n", [], "int32"), "d", True)
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0], n=1)["y"])

@@ -146,6 +146,7 @@ def top_k(x: Tensor, reduced_dim: Dimension, k_dim: Dimension, name: str | None 
     Both have the other dims of x, then `k_dim`. Ties go to the lowest index. NaN ranks above all numbers, so that it is
     never lost.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.top_k(mtf.input("x", "d:4"), mtf.Dimension("d", 4), mtf.Dimension("k", 2))[0]
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
@@ -164,6 +165,7 @@ def top_1(x: Tensor, reduced_dim: Dimension, name: str | None = None) -> tuple[T
     """The largest element along `reduced_dim` and its int32 index, without that dim.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.top_1(mtf.input("x", "d:4"), mtf.Dimension("d", 4))[0]
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
@@ -197,6 +199,7 @@ def argmax(x: Tensor, reduced_dim: Dimension, name: str | None = None) -> Tensor
     """The int32 index of the largest element along `reduced_dim`; ties go to the lowest. NaN ranks above all numbers.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.argmax(mtf.input("x", "d:4"), mtf.Dimension("d", 4))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
@@ -212,6 +215,7 @@ def nth_largest_element(x: Tensor, n: int, reduced_dim: Dimension, name: str | N
     """The n-th largest element along `reduced_dim`, counted from 0.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.nth_largest_element(mtf.input("x", "d:4"), 1, mtf.Dimension("d", 4))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
@@ -230,6 +234,7 @@ def nth_smallest_element(x: Tensor, n: int, reduced_dim: Dimension, name: str | 
     """The n-th smallest element along `reduced_dim`, counted from 0.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.nth_smallest_element(mtf.input("x", "d:4"), 1, mtf.Dimension("d", 4))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
@@ -263,6 +268,7 @@ def argsort(x: Tensor, dim: Dimension, descending: bool = False, name: str | Non
     """The int32 indices that sort `x` along `dim`; ties keep their order. The dim is gathered.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.argsort(mtf.input("x", "d:4"), mtf.Dimension("d", 4))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
@@ -277,6 +283,7 @@ def sort(x: Tensor, dim: Dimension, descending: bool = False, name: str | None =
     """`x` sorted along `dim`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.sort(mtf.input("x", "d:4"), mtf.Dimension("d", 4))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])

@@ -60,6 +60,7 @@ def rearrange(
     Returns: the elements of x under other dims, sharded like a `reshape`.
     Raises: ShapeError for a pattern that does not parse or does not fit x; GraphError for an invalid size.
     Example:
+      >>> import meshlib as mtf
       >>> D = mtf.Dimension
       >>> with mtf.Graph():
       ...     images = mtf.input("images", [D("batch", 8), D("height", 32), D("width", 32), D("c", 3)])
@@ -80,6 +81,7 @@ def repeat(
 
     Arguments, result and errors as in `rearrange`; a new axis is a number, or has its size in `sizes`.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("height", 8), mtf.Dimension("width", 8)])
       ...     larger = mtf.repeat(x, "height width -> (height 2) (width q) c", q=3, c=5, names={"height 2": "height"})
@@ -108,6 +110,7 @@ def reduce(
     Returns: as in `rearrange`; dtype of x.
     Raises: as in `rearrange`.
     Example:
+      >>> import meshlib as mtf
       >>> D = mtf.Dimension
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [D("batch", 8), D("height", 12), D("width", 12), D("channels", 3)])

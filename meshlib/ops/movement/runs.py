@@ -109,6 +109,7 @@ def slice(x: Tensor, begin: int, size: int, slice_dim_name: str, name: str | Non
 
     A slice that cuts a zero-padded tensor back to its size becomes a `shift`.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.slice(mtf.input("x", "d:4"), 1, 2, "d")
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
@@ -130,6 +131,7 @@ def split(
     """Consecutive parts of one dim: a number of equal ones, or one per given size; each keeps the dim's name.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.split(mtf.input("x", "d:4"), mtf.Dimension("d", 4), 2)[1]
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
@@ -155,6 +157,7 @@ def strided_slice(
     """Elements begin, begin + stride, ..., `size` of them, of one dim; the dim keeps its name.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.strided_slice(mtf.input("x", "d:4"), 0, 2, 2, "d")
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
@@ -216,6 +219,7 @@ def pad(x: Tensor, paddings: Sequence[int], dim_name: str, pad_value: float = 0.
     """`x` with paddings = [before, after] elements of `pad_value` added to one dim; the dim keeps its name.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.pad(mtf.input("x", "d:2"), [1, 1], "d")
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 4.0])["y"])
@@ -269,6 +273,7 @@ def shift(x: Tensor, offset: int, dim: Dimension | str, wrap: bool, name: str | 
     end.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.shift(mtf.input("x", "d:4"), 1, mtf.Dimension("d", 4), wrap=False)
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
@@ -335,6 +340,7 @@ def concat(xs: Sequence[Tensor], concat_dim_name: str, name: str | None = None) 
 
     Zeros concatenated with a slice of a tensor to its original size become a `shift`.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.concat([mtf.input("x", "d:2"), mtf.ones("d:1")], "d")
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 4.0])["y"])
@@ -387,6 +393,7 @@ def halo_exchange(
       halo_size: number of elements; may exceed the block size.
       wrap: whether the first and last block are neighbours; otherwise zeros enter.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x, blocks, size = mtf.input("x", "blocks:2;size:3"), mtf.Dimension("blocks", 2), mtf.Dimension("size", 3)
       ...     program = mtf.lower({"y": mtf.halo_exchange(x, blocks, size, 1)}, mesh="m:2", layout="blocks:m")
@@ -402,6 +409,7 @@ def left_halo_exchange(
     """As `halo_exchange`, with a halo on the left only: [blocks, halo + size].
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x, blocks, size = mtf.input("x", "blocks:2;size:3"), mtf.Dimension("blocks", 2), mtf.Dimension("size", 3)
       ...     y = mtf.left_halo_exchange(x, blocks, size, 1)

@@ -59,6 +59,7 @@ def transpose(x: Tensor, new_shape: Shape | Sequence[Dimension], name: str | Non
     """`x` with its dims in the order of `new_shape`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.transpose(mtf.input("x", "a:2;b:2"), "b:2;a:2")
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[1.0, 2.0], [3.0, 4.0]])["y"])
@@ -92,6 +93,7 @@ def rename_dimension(x: Tensor, old_name: str, new_name: str, name: str | None =
     """`x` with one dim renamed, to which other layout rules may apply.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.rename_dimension(mtf.input("x", "d:4"), "d", "e")
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
@@ -174,6 +176,7 @@ def reshape(x: Tensor, new_shape: Shape | Sequence[Dimension], name: str | None 
 
     The axes of a split or merged dim stay on its major part; if they can't, the value is gathered.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.reshape(mtf.input("x", "a:2;b:2"), "d:4")
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[1.0, 2.0], [3.0, 4.0]])["y"])
@@ -218,6 +221,7 @@ def broadcast(x: Tensor, new_shape: Shape | Sequence[Dimension], name: str | Non
     """`x` repeated over the dims of `new_shape` that it lacks.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.broadcast(mtf.input("x", "b:2"), "a:2;b:2")
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[1.0, 2.0])["y"])
@@ -245,6 +249,7 @@ def replace_dimensions(tensor_or_shape: TensorOrShape, old_dim_or_dims: Dims, ne
     Returns: a tensor for a tensor, a shape for a shape.
     Raises: ShapeError if they are not consecutive, or the tensor's number of elements would change.
     Example:
+      >>> import meshlib as mtf
       >>> n, a, b, c = (mtf.Dimension(name, size) for name, size in (("n", 6), ("a", 2), ("b", 3), ("c", 4)))
       >>> print(mtf.replace_dimensions(mtf.Shape([n, c]), n, [a, b]))
       [a:2, b:3, c:4]
@@ -301,6 +306,7 @@ def anonymize(x: Tensor) -> Tensor:
     """`x` with the dims of `anonymous_shape`, and so replicated on every core.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.anonymize(mtf.input("x", "d:4"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
@@ -347,6 +353,7 @@ def stack(xs: Sequence[Tensor], dim_name: str, axis: int = 0, name: str | None =
     """Tensors of one shape stacked along a new dim, at position `axis`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.stack([mtf.input("x", "d:2"), mtf.ones("d:2")], "n")
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 4.0])["y"])
@@ -364,6 +371,7 @@ def unstack(x: Tensor, dim: Dimension, name: str | None = None) -> list[Tensor]:
     """The tensors at each index of `dim`, without that dim. If it is split, each is a pending sum.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.unstack(mtf.input("x", "a:2;b:2"), mtf.Dimension("a", 2))[1]
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[1.0, 2.0], [3.0, 4.0]])["y"])

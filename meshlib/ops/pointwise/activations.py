@@ -36,6 +36,7 @@ def swish(x: Tensor, name: str | None = None) -> Tensor:
     """x sigmoid(x); float dtypes. Source: Ramachandran et al., arXiv:1710.05941.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.swish(mtf.input("x", "d:2"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[-1.0, 2.0])["y"].round(4))
@@ -48,6 +49,7 @@ def silu(x: Tensor, name: str | None = None) -> Tensor:
     """x sigmoid(x), an alias of `swish`; float dtypes. Source: Elfwing et al., arXiv:1702.03118.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.silu(mtf.input("x", "d:2"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[-1.0, 2.0])["y"].round(4))
@@ -63,6 +65,7 @@ def gelu(x: Tensor, approximate: bool = True, name: str | None = None) -> Tensor
     to 5e-4; else x/2 (1 + erf(x / sqrt(2))).
     Source: Hendrycks and Gimpel, arXiv:1606.08415.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.gelu(mtf.input("x", "d:2"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[-1.0, 2.0])["y"].round(4))
@@ -78,6 +81,7 @@ def elu(x: Tensor, name: str | None = None) -> Tensor:
     """x where x > 0, else exp(x) - 1; slope 1 at 0; float dtypes. Source: Clevert et al., arXiv:1511.07289.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.elu(mtf.input("x", "d:2"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[-1.0, 2.0])["y"].round(4))
@@ -91,6 +95,7 @@ def selu(x: Tensor, name: str | None = None) -> Tensor:
 
     Source: Klambauer et al., arXiv:1706.02515.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.selu(mtf.input("x", "d:2"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[-1.0, 2.0])["y"].round(4))
@@ -104,6 +109,7 @@ def leaky_relu(x: Tensor, alpha: float = 0.2, name: str | None = None) -> Tensor
     """x where x > 0, else alpha x; slope alpha at 0; float dtypes.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.leaky_relu(mtf.input("x", "d:2"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[-1.0, 2.0])["y"].round(4))

@@ -179,6 +179,7 @@ def where(
 
     Two numbers make a float32 tensor. Values that are not chosen do not affect the result, even NaN and infinities.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.where(mtf.input("x", "d:2", "bool"), mtf.ones("d:2"), mtf.zeros("d:2"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[True, False])["y"])
@@ -363,6 +364,7 @@ def add_n(xs: Sequence[Tensor], name: str | None = None) -> Tensor:
     """The sum of a list of tensors, broadcast by name. Pending sums among them are reduced once, together.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.add_n([mtf.input("x", "d:2"), mtf.ones("d:2"), mtf.ones("d:2")])
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 4.0])["y"])
@@ -385,6 +387,7 @@ def squared_difference(
     """(x1 - x2)^2, broadcast by name.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.squared_difference(mtf.input("x", "d:2"), 1.0)
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 4.0])["y"])
@@ -400,6 +403,7 @@ def clip_by_value(
 
     Raises: ShapeError if both bounds are numbers and the lower one is the larger.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.clip_by_value(mtf.input("x", "d:2"), 0.0, 3.5)
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 4.0])["y"])

@@ -56,6 +56,7 @@ def cast(x: Tensor, dtype: object, name: str | None = None) -> Tensor:
     Out-of-range values become NaN in e4m3 and infinity in e5m2; integers saturate, with 0 for NaN, but casts from wider
     integers keep the low bits. For a tensor that is resharded, casts are placed so that the narrower type is sent.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.cast(mtf.input("x", "d:2"), "int32")
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.5, 4.0])["y"])
@@ -89,6 +90,7 @@ def bitcast(x: Tensor, name: str | None = None) -> Tensor:
 
     Raises: ShapeError for other dtypes.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.bitcast(mtf.input("x", "d:2"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[1.0, -0.0])["y"])
@@ -107,6 +109,7 @@ def to_float(x: Tensor, name: str | None = None) -> Tensor:
     """`x` as float32.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.to_float(mtf.input("x", "d:2", "int32"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3, 4])["y"])
@@ -119,6 +122,7 @@ def to_bfloat16(x: Tensor, name: str | None = None) -> Tensor:
     """`x` as bfloat16, rounded to nearest even.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.to_bfloat16(mtf.input("x", "d:2"))
       >>> y.dtype.name
@@ -131,6 +135,7 @@ def to_int32(x: Tensor, name: str | None = None) -> Tensor:
     """`x` as int32, cut towards zero.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.to_int32(mtf.input("x", "d:2"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.5, 4.0])["y"])

@@ -95,6 +95,7 @@ def cumsum(
     """y[i] = x[0] + ... + x[i] along `dim`; without x[i] if `exclusive`; from the other end if `reverse`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.cumsum(mtf.input("x", "d:4"), mtf.Dimension("d", 4))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])
@@ -173,6 +174,7 @@ def cumprod(
 
     Written as the recurrence y[i] = x[i] y[i - 1], so that the gradient is right where elements are zero.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.cumprod(mtf.input("x", "d:4"), mtf.Dimension("d", 4))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"])

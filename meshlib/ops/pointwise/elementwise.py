@@ -107,6 +107,7 @@ Args:
   name: of the operation.
 Returns: a tensor with the dims of {" and ".join(operands)}.
 Example:
+  >>> import meshlib as mtf
   >>> with mtf.Graph():
   ...     y = mtf.{name}({inputs})
   >>> print(mtf.simulate(mtf.lower({{"y": y}})).step({feeds})["y"]{".round(4)" * (out.dtype.kind == "f")})

@@ -26,6 +26,7 @@ def logical_xor(
     """Either x1 or x2, not both; broadcast by name; bool.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.logical_xor(mtf.input("x", "d:2", "bool"), mtf.input("y", "d:2", "bool"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[True, True], y=[True, False])["y"])
@@ -54,6 +55,7 @@ def cond(
     Returns: a tensor, or a list of them.
     Raises: ShapeError if the branches differ in number, shapes or dtypes.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", "d:2")
       ...     y = mtf.cond(mtf.greater(mtf.reduce_sum(x), 0.0), lambda: x, lambda: -x)

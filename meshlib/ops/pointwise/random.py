@@ -90,6 +90,7 @@ def random_uniform(
 
     Threefry-2x32 keyed by (seed, scoped name of the operation, step), counted by global position.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.less(mtf.random_uniform("d:2", minval=0.0, maxval=1.0), 1.0)
       >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"])
@@ -111,6 +112,7 @@ def random_normal(
     """Normal numbers with `mean` and `stddev`, drawn afresh at each step; the same under every layout.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.reduce_mean(mtf.random_normal("d:65536"))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step()["y"].round(1))
@@ -134,6 +136,7 @@ def dropout(
     `is_training` it returns `x`. The mask does not depend on the layout.
     Raises: ShapeError unless exactly one of keep_prob and rate is given, in (0, 1] and [0, 1).
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.reduce_any(mtf.equal(mtf.dropout(mtf.input("x", "d:4"), is_training=True, keep_prob=0.5), 6.0))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 3.0, 3.0, 3.0])["y"])
@@ -189,6 +192,7 @@ def sample_with_temperature(
     Returns: int32, the dims of x except `dim`.
     Raises: ShapeError for numbers out of range.
     Example:
+      >>> import meshlib as mtf
       >>> rows, vocab = mtf.Dimension("rows", 1000), mtf.Dimension("vocab", 4)
       >>> with mtf.Graph():
       ...     x = mtf.broadcast(mtf.log(mtf.cast(mtf.range(vocab), "float32") + 1.0), [rows, vocab])

@@ -163,6 +163,7 @@ def _public(kind: OpDef, doc: str, example: str) -> Reduction:
 
     Returns: a tensor with the dims of `output_shape`, or those of x without `reduced_dim`.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.{kind.name}(mtf.input("x", "a:2;b:2"{dtype}), output_shape="a:2")
       >>> print(mtf.simulate(mtf.lower({{"y": y}})).step(x={feed})["y"])
@@ -194,6 +195,7 @@ def reduce_mean(
     """Mean over dims, chosen as in `reduce_sum`; float dtypes.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.reduce_mean(mtf.input("x", "a:2;b:2"), reduced_dim=mtf.Dimension("b", 2))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[[1.0, 2.0], [3.0, 4.0]])["y"])
@@ -217,6 +219,7 @@ def reduce_logsumexp(
     """log(sum(exp(x))) over `reduced_dim`, without overflow; `extra_logit` counts as one more element.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.reduce_logsumexp(mtf.input("x", "d:4"), mtf.Dimension("d", 4))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[3.0, 1.0, 2.0, 0.0])["y"].round(4))
@@ -239,6 +242,7 @@ def log_softmax(
     """x - logsumexp(x) over `reduced_dim`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.log_softmax(mtf.input("x", "d:2"), mtf.Dimension("d", 2))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[0.0, 0.0])["y"].round(4))
@@ -253,6 +257,7 @@ def softmax(
     """exp(x) normalised to sum 1 over `reduced_dim`.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.softmax(mtf.input("x", "d:2"), mtf.Dimension("d", 2))
       >>> print(mtf.simulate(mtf.lower({"y": y})).step(x=[0.0, 0.0])["y"])

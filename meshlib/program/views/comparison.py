@@ -82,6 +82,7 @@ class Comparison:
     """Result of `mtf.compare`; `a` and `b` are the programs. All figures are exact, per core and step.
 
     Example:
+      >>> import meshlib as mtf
       >>> def program(layout):
       ...     with mtf.Graph():
       ...         y = mtf.reduce_sum(mtf.input("x", "batch:8;d:8"))
@@ -240,6 +241,7 @@ def compare(program_a: Program, program_b: Program) -> Comparison:
       For two sizes of one model under one mesh and layout, `.notes` names the operations whose plan changed.
     Raises: GraphError if an argument is not a Program.
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("batch", 8), mtf.Dimension("d", 16)])
       ...     w = mtf.variable("w", [mtf.Dimension("d", 16), mtf.Dimension("out", 4)])

@@ -109,6 +109,7 @@ def collectives_table(collectives: Sequence[Collective]) -> str:
     bytes of each.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     y = mtf.reduce_sum(mtf.input("x", "batch:64;d:4"), output_shape="d:4")
       ...     program = mtf.lower({"y": y}, mesh="rows:2", layout="batch:rows")
@@ -163,6 +164,7 @@ def explain(program: Program) -> str:
     """The effects of the layout on the program, in words: notes, collectives with reasons, memory.
 
     Example:
+      >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("batch", 8)])
       ...     total = mtf.reduce_sum(x, name="total")

@@ -31,7 +31,7 @@ def assert_snapshot(program: Program, path: str | Path, update: bool = False) ->
       update: write the file instead, as the environment variable MESHLIB_UPDATE_SNAPSHOTS=1 does for all.
     Raises: AssertionError with the difference, or if there is no file yet; GraphError for a file that can't be written.
     Example:
-      >>> import pathlib, tempfile
+      >>> import meshlib as mtf, tempfile, pathlib
       >>> path = pathlib.Path(tempfile.mkdtemp()) / "total.txt"
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("batch", 8)])

@@ -31,6 +31,8 @@ class Targets:
     """Targets of anchors: classes [n] (-1: background, -2: ignored), and codes [n, 4] of the box (0 without one).
 
     Example:
+      >>> import numpy as np
+      >>> import meshlib as mtf
       >>> targets = mtf.detection.Targets(np.array([1, -1]), np.zeros((2, 4)))
       >>> int((targets.classes >= 0).sum())
       1

@@ -145,6 +145,7 @@ class Objects:
     """Objects of one image: boxes [n, 4], classes [n], and scores [n] of detections (1 for ground truth).
 
     Example:
+      >>> import meshlib as mtf
       >>> detected = mtf.detection.Objects(np.array([[0.0, 0.0, 4.0, 4.0]]), np.array([1]), np.array([0.9]))
       >>> detected.boxes.shape
       (1, 4)
