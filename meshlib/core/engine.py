@@ -10,8 +10,8 @@ import numpy as np
 
 from hardware.exact_products import OperandCache
 from hardware.numerics import mxu_matmul, round_to_bfloat16
-from meshlib.core.arrays import SpareArrays
 from meshlib.core.initializers import Key, fold, make_key
+from meshlib.core.spare_arrays import SpareArrays
 
 Array = np.ndarray[Any, Any]
 

@@ -1,4 +1,4 @@
-"""Tasks on any `concurrent.futures.Executor`, and worker processes that end with their parent.
+"""Tasks on any `concurrent.futures.Executor`: a process pool of Python, Dask, Ray or MPI.
 
 All tasks of one job share a payload, such as a program with its cached analyses. It is pickled once, and sent to a
 process only if that does not have it: a task is first sent with the payload's digest alone.
@@ -7,99 +7,17 @@ process only if that does not have it: a task is first sent with the payload's d
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
-import os
 import pickle
-import signal
-import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Executor, Future
-from concurrent.futures import wait as wait_for_tasks
-from contextlib import suppress
-from multiprocessing.connection import wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from typing import Any
 
 from meshlib.core.errors import GraphError
 
-CHECK_SECONDS = 1.0  # interval between checks of the parent's id
 Function = Callable[[Any, Any], Any]  # (payload, argument of the task) -> result
-PAYLOADS = 4  # payloads cached per process
-MISSING = "meshlib: the payload is not here"
-
-
-def exit_with_parent() -> None:
-    """End this worker process as soon as its parent has ended for any reason, whatever it is doing.
-
-    The parent's sentinel is a pipe that closes when the parent ends. Other children of the parent, forked later, may
-    keep it open: so a thread also compares the parent's id every `CHECK_SECONDS`.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None or parent.pid is None:
-        return
-    pid, sentinel = parent.pid, parent.sentinel
-    kill_when_closed(sentinel)
-
-    def watch() -> None:
-        while os.getppid() == pid and not wait([sentinel], CHECK_SECONDS):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=watch, name="meshlib.parent", daemon=True).start()
-
-
-def kill_when_closed(pipe: int) -> None:
-    """Have the kernel kill this process when the other end of a pipe closes or writes; Linux only.
-
-    A thread that watches the pipe never runs while a regular expression, or another call into C, holds the
-    interpreter's lock.
-    """
-    if sys.platform != "linux":
-        return
-    import fcntl
-
-    with suppress(OSError):  # an emulated kernel without signals for pipes: a thread watches as well
-        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-
-
-class WatchedName(str):
-    """The name of a spawned process that makes the process end with its parent from its first moment.
-
-    A spawned process imports the user's script, which may take seconds, before any function of this library runs. It
-    reads its name first: unpickling this one needs no import of this library and starts a thread.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return eval, (f"exec({_WATCH.format(pid=os.getpid(), seconds=CHECK_SECONDS / 2)!r}, {{}}) or {str(self)!r}",)
-
-
-_WATCH = """
-import os, threading, time
-
-def watch():
-    while os.getppid() == {pid}:
-        time.sleep({seconds})
-    os._exit(1)
-
-if os.getpid() != {pid} and not any(thread.name == "meshlib.start" for thread in threading.enumerate()):
-    threading.Thread(target=watch, name="meshlib.start", daemon=True).start()
-"""
-
-
-def describe_exit(code: int | None) -> str:
-    """An exit code in words: "status 1" or the name of the signal."""
-    if code is None or code >= 0:
-        return f"status {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:  # a real-time signal has no name
-        name = f"signal {-code}"
-    return f"{name}{', perhaps for want of memory' if -code == signal.SIGKILL else ''}"
-
 
 ENGINES = (
     "concurrent",
@@ -108,6 +26,8 @@ ENGINES = (
     "mpi4py",
     "multiprocessing",
 )  # exceptions of these packages are faults of executors
+PAYLOADS = 4  # payloads cached per process
+MISSING = "meshlib: the payload is not here"
 
 _payloads: OrderedDict[str, Any] = OrderedDict()
 _lock = threading.Lock()
@@ -151,7 +71,7 @@ class Tasks:
         faults: dict[Any, BaseException] = {}
         while waiting and not faults:
             left = None if until is None else max(0.0, until - time.monotonic())
-            done, _ = wait_for_tasks(waiting, left, FIRST_COMPLETED)
+            done, _ = wait(waiting, left, FIRST_COMPLETED)
             if not done:
                 break
             for future in done:

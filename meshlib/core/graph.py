@@ -21,8 +21,8 @@ from meshlib.core.errors import GraphError, nearest
 from meshlib.core.foreign_names import OF_NUMPY, OF_TENSORS
 from meshlib.core.loop_record import LoopBody
 from meshlib.core.public_calls import record
+from meshlib.core.shown import Shown
 from meshlib.core.source_lines import source_line
-from meshlib.core.text import Shown
 
 if TYPE_CHECKING:
     from meshlib.core.loop_record import LoopRecord

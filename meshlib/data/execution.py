@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from meshlib.core.arguments import at
 from meshlib.core.errors import DataError, FeedError
-from meshlib.core.executors import WatchedName, describe_exit, exit_with_parent
+from meshlib.core.subprocesses import WatchedName, describe_exit, exit_with_parent
 from meshlib.data.batching import Array, Batch, Batcher, Batching, Drawn, Example, filled_up
 from meshlib.data.order import Order
 from meshlib.records.framing import Fault

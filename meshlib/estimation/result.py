@@ -14,7 +14,8 @@ from hardware.slices import Slice
 from meshlib.core.arguments import at, whole
 from meshlib.core.compiler import Compiler
 from meshlib.core.errors import GraphError, SliceError
-from meshlib.core.text import Shown, clipped, seconds_text
+from meshlib.core.shown import Shown
+from meshlib.core.text import clipped, seconds_text
 from meshlib.estimation.memory.device_memory import DeviceMemory, memory_on
 from meshlib.estimation.time.attribution import divided
 from meshlib.estimation.time.host_input import InputTime

@@ -9,7 +9,7 @@ from meshlib.core import initializers
 from meshlib.core.arguments import at, flag, items, whole
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, find_dim, scope
-from meshlib.core.text import free_name
+from meshlib.core.names import free_name
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.layers.projection import projection
 from meshlib.ops.building import as_dim, as_dims, floats

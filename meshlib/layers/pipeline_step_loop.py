@@ -16,9 +16,9 @@ from meshlib.core.errors import GraphError, ShapeError
 from meshlib.core.graph import BACKWARD as BACKWARD_REGION
 from meshlib.core.graph import Graph, Operation, Tensor, current_graph, innermost, region
 from meshlib.core.loop_record import LoopBody
+from meshlib.core.names import free_name
 from meshlib.core.opdef import RESIDENT
 from meshlib.core.replay import all_operations, needed, replay
-from meshlib.core.text import free_name
 from meshlib.layers.pipeline_task_schedule import BACKWARD, FORWARD, WEIGHTS
 from meshlib.layers.pipeline_ticks import FIRST, FIRST_BACKWARD, LOSS, WHAT, CutFeatures, SlotBuffer, Ticks
 from meshlib.layers.pipelines import loads_of

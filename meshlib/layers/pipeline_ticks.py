@@ -14,7 +14,7 @@ from meshlib.core.arguments import at
 from meshlib.core.errors import GraphError, ShapeError
 from meshlib.core.graph import Graph, Tensor, TensorType
 from meshlib.core.loop_record import Active, StageTask, TimedTask
-from meshlib.core.text import free_name
+from meshlib.core.names import free_name
 from meshlib.layers.pipeline_task_schedule import BACKWARD, FORWARD, WEIGHTS, TaskSchedule, slots_of
 from meshlib.ops.building import tensor
 from meshlib.ops.control.branches import inner_carry

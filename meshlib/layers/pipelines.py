@@ -26,8 +26,8 @@ from meshlib.core.dtypes import BOOL, FLOAT32, FLOAT64, INT32
 from meshlib.core.errors import GraphError, ShapeError
 from meshlib.core.graph import Operation, Tensor, current_graph, find_dim, innermost
 from meshlib.core.loop_record import Active
+from meshlib.core.names import free_name
 from meshlib.core.replay import all_operations
-from meshlib.core.text import free_name
 from meshlib.layers.pipeline_schedule import Schedule, Stream
 from meshlib.ops.building import tensor
 from meshlib.ops.control.branches import branch

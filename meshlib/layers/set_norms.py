@@ -18,7 +18,7 @@ from meshlib.core.arguments import at, flag, number, whole
 from meshlib.core.dtypes import INT32
 from meshlib.core.errors import GraphError, ShapeError
 from meshlib.core.graph import UPDATE, Operation, Tensor, find_dim, region, scope
-from meshlib.core.text import free_name
+from meshlib.core.names import free_name
 from meshlib.layers.norms import checked_norm, widened
 from meshlib.layers.numerics import DEFAULT, Numerics
 from meshlib.layers.projection import projection

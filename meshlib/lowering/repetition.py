@@ -18,9 +18,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
+from meshlib.core.folding import RepeatedLines, runs
 from meshlib.core.graph import Operation, Tensor
 from meshlib.core.opdef import Kind
-from meshlib.core.text import RepeatedLines, runs
 from meshlib.lowering.simplification import Simplified
 from meshlib.program.signature import Signatures
 

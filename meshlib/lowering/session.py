@@ -14,7 +14,8 @@ from meshlib.core.garbage import uncollected
 from meshlib.core.graph import FORWARD, Graph, Operation, Tensor
 from meshlib.core.laid_dims import ResolvedGraph, SizePlan, size_plans
 from meshlib.core.replay import all_operations
-from meshlib.core.text import Shown, clipped
+from meshlib.core.shown import Shown
+from meshlib.core.text import clipped
 from meshlib.lowering.assigned import Subjects, check_layout, refuse_faults
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.graph_cache import Memos

@@ -16,9 +16,9 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from meshlib.core.folding import runs
 from meshlib.core.graph import Operation, Tensor
 from meshlib.core.opdef import Kind
-from meshlib.core.text import runs
 from meshlib.lowering.fusion import numbered
 from meshlib.lowering.ordering import FLOPS_PER_SENT_BYTE, FLOPS_PER_START, hidden_flops
 from meshlib.lowering.repetition import REGULAR_ENDS, Irregular, Repetition

@@ -10,7 +10,7 @@ from typing import Any
 
 from meshlib.core.arguments import at, choice, flag, number, whole
 from meshlib.core.errors import GraphError
-from meshlib.core.text import Shown
+from meshlib.core.shown import Shown
 from meshlib.layers.numerics import MIXED, Numerics, as_numerics
 from meshlib.layers.positions import RotaryScaling, check_scaling
 from meshlib.layers.routing import Routing

@@ -18,7 +18,8 @@ from meshlib.core.compiler import XLA_TPU, Compiler
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import Operation, Tensor
 from meshlib.core.opdef import Kind, Work
-from meshlib.core.text import Shown, bytes_text, clipped
+from meshlib.core.shown import Shown
+from meshlib.core.text import bytes_text, clipped
 from meshlib.program.exchanges import busiest_bytes
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshlib.core.text import alike, name_pattern
+from meshlib.core.folding import alike, name_pattern
 from meshlib.estimation import Estimate
 from meshlib.estimation.views.profile import ProfilePart
 

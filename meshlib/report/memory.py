@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from meshlib.core.text import alike, bytes_text, seconds_text, times_text
+from meshlib.core.folding import alike, times_text
+from meshlib.core.text import bytes_text, seconds_text
 from meshlib.estimation import Estimate
 from meshlib.program.analysis.memory import KINDS, Live, likeness
 from meshlib.report.links import PageAnchors

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshlib.core.text import bytes_text, count_text, seconds_text, times_text
+from meshlib.core.folding import times_text
+from meshlib.core.text import bytes_text, count_text, seconds_text
 from meshlib.estimation import Estimate
 from meshlib.estimation.views.profile import UNITS, ProfilePart
 from meshlib.report.links import PageAnchors

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from hardware.chips import Chip
 from hardware.placement import places
-from meshlib.core.text import name_pattern, runs, seconds_text
+from meshlib.core.folding import name_pattern, runs
+from meshlib.core.text import seconds_text
 from meshlib.estimation import Estimate
 from meshlib.estimation.result import engine_name
 from meshlib.estimation.time.attribution import divided, exposed

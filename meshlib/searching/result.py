@@ -13,7 +13,8 @@ from layouts import LayoutRules, Mesh
 from meshlib.core.arguments import items, whole
 from meshlib.core.compiler import Compiler
 from meshlib.core.errors import GraphError
-from meshlib.core.text import Shown, bytes_text, clipped, grid, seconds_text
+from meshlib.core.shown import Shown
+from meshlib.core.text import bytes_text, clipped, grid, seconds_text
 from meshlib.estimation import Estimate
 from meshlib.estimation.views.cautions import cautions
 from meshlib.program.records import Program

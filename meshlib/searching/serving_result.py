@@ -10,8 +10,9 @@ from typing import Any
 from hardware.slices import Slice
 from meshlib.core.compiler import Compiler
 from meshlib.core.drawing import plotted
+from meshlib.core.shown import Shown
 from meshlib.core.slices import assumed_figures
-from meshlib.core.text import Shown, bytes_text, clipped, grid, seconds_text, usd_text
+from meshlib.core.text import bytes_text, clipped, grid, seconds_text, usd_text
 from meshlib.estimation import Estimate
 from meshlib.models import TransformerConfig
 from meshlib.searching.served_load import ServedLoad

@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from meshlib.core.errors import GraphError
-from meshlib.core.executors import describe_exit, exit_with_parent
+from meshlib.core.subprocesses import describe_exit, exit_with_parent
 from meshlib.searching.outcomes import Outcome
 from meshlib.searching.programs import Objective, SearchProblem
 from meshlib.searching.space import Candidate, Choices

@@ -15,8 +15,9 @@ from meshlib.core.arguments import at, choice, flag
 from meshlib.core.arguments import whole as whole_number
 from meshlib.core.engine import Engine
 from meshlib.core.errors import FeedError, GraphError, NotFiniteError, nearest
+from meshlib.core.shown import Shown
 from meshlib.core.slices import slice_for
-from meshlib.core.text import Shown, clipped
+from meshlib.core.text import clipped
 from meshlib.ops.control.sources import STEP
 from meshlib.program.instructions import Instruction, Value
 from meshlib.program.records import Program, require_program

@@ -22,10 +22,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hardware.numerics import round_to_bfloat16
-from meshlib.core.arrays import SpareArrays, memory_of, new_array, same_elements, unwritten
+from meshlib.core.arrays import memory_of, new_array, unwritten
 from meshlib.core.dtypes import FLOAT32
 from meshlib.core.engine import Engine
 from meshlib.core.opdef import ON_MXU, Block, Kind
+from meshlib.core.spare_arrays import SpareArrays, same_elements
 from meshlib.ops.pointwise.arithmetic import WHERE
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.interpreter import Interpreter

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshlib as mtf
-from meshlib.core.text import RepeatedLines, runs
+from meshlib.core.folding import RepeatedLines, runs
 from meshlib.report.links import PageAnchors
 from meshlib.report.page import page
 from meshlib.report.timeline import layers_of

@@ -7,7 +7,7 @@ import pytest
 
 import meshlib as mtf
 from meshlib.core import arrays
-from meshlib.core.arrays import SpareArrays
+from meshlib.core.spare_arrays import SpareArrays
 
 LAYERS, BATCH, LENGTH, KEY, QUERY = (
     mtf.Dimension(*d) for d in [("layers", 3), ("batch", 2), ("length", 5), ("key", 4), ("query", 2)]

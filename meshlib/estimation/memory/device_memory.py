@@ -15,7 +15,8 @@ from typing import Any
 from hardware.slices import Slice
 from meshlib.core.arguments import whole
 from meshlib.core.compiler import GSPMD, Compiler
-from meshlib.core.text import Shown, bytes_text, grid
+from meshlib.core.shown import Shown
+from meshlib.core.text import bytes_text, grid
 from meshlib.estimation.memory.compiled import FILE_BYTES, CompiledStepMemory, compiled_memory
 from meshlib.estimation.memory.remedies import Remedy, remedies
 from meshlib.estimation.work.tiles import tiled_value_bytes

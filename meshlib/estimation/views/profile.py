@@ -17,8 +17,9 @@ from meshlib.core.arguments import at, choice, whole
 from meshlib.core.compiler import Compiler
 from meshlib.core.drawing import Panel, plotted
 from meshlib.core.errors import GraphError
+from meshlib.core.shown import Shown
 from meshlib.core.source_lines import UNKNOWN_LINE
-from meshlib.core.text import Shown, clipped, ending, grid, seconds_text, wrapped
+from meshlib.core.text import clipped, ending, grid, seconds_text, wrapped
 from meshlib.estimation.time.attribution import divided
 from meshlib.estimation.time.scheduling import Event, StepSchedule
 from meshlib.estimation.work.plan import kernels_of

@@ -7,19 +7,9 @@ from typing import TYPE_CHECKING
 
 from hardware.chips import Chip
 from meshlib.core.errors import GraphError
+from meshlib.core.folding import alike, name_pattern, times_text
 from meshlib.core.graph import FORWARD
-from meshlib.core.text import (
-    alike,
-    bytes_text,
-    count_text,
-    grid,
-    name_pattern,
-    seconds_text,
-    times_text,
-    usd_text,
-    width,
-    wrapped,
-)
+from meshlib.core.text import bytes_text, count_text, grid, seconds_text, usd_text, width, wrapped
 from meshlib.estimation.views.rows import Row, names_of_forward
 from meshlib.estimation.views.wiring import twisting
 

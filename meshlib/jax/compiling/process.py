@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from meshlib.core.errors import GraphError, ProgramError
-from meshlib.core.executors import describe_exit
+from meshlib.core.subprocesses import describe_exit
 from meshlib.jax.compiling.messages import Answer, Began, CompileTask, Failed
 from meshlib.jax.compiling.topologies import ENVIRONMENT
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import mesh_utils, serialize_executable, topologies
 
 import meshlib.jax.rows  # registers the library's own rows  # noqa: F401
-from meshlib.core.executors import kill_when_closed
+from meshlib.core.subprocesses import kill_when_closed
 from meshlib.jax.compiling.messages import Answer, Began, CompileTask, Failed
 from meshlib.jax.executables import jax_versions
 from meshlib.jax.step import Step

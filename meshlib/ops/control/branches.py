@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from layouts import Dimension
 from meshlib.core.graph import Graph, Operation, Tensor
 from meshlib.core.loop_record import Active, Branch
-from meshlib.core.text import free_name
+from meshlib.core.names import free_name
 from meshlib.ops.control.loops import end_late, late_carry, make_loop
 from meshlib.ops.control.remat import PartialPolicy, Policy
 from meshlib.ops.movement.shape import reshape

@@ -28,9 +28,9 @@ from meshlib.core.graph import (
     innermost,
 )
 from meshlib.core.loop_record import Active, Branch, LateCarry, LoopBody, LoopOperands, LoopRecord, LoopResults, Timing
+from meshlib.core.names import free_name, relative_name
 from meshlib.core.opdef import Array, Block, Factor, Kind, Role, Work, operation
 from meshlib.core.replay import needed
-from meshlib.core.text import free_name, relative_name
 from meshlib.ops.building import build_source, tensor
 from meshlib.ops.control.remat import PartialPolicy, Policy, Remat, checked_policy, kept_values, to_host
 from meshlib.ops.control.sources import INPUT, _constant

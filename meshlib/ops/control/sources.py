@@ -25,9 +25,9 @@ from meshlib.core.graph import (
     reusing,
     scoped_name,
 )
+from meshlib.core.names import relative_name
 from meshlib.core.opdef import Array, Block, Kind, OpDef, PowerProduct, Storage, Work, operation
 from meshlib.core.source_lines import source_line
-from meshlib.core.text import relative_name
 from meshlib.ops.building import as_dims, build_source, named_factors, no_work, tensor, vector_work
 from meshlib.ops.movement.tables import TABLE, table
 

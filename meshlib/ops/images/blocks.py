@@ -12,7 +12,7 @@ from layouts import Dimension
 from meshlib.core.arguments import at, items, whole
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, find_dim
-from meshlib.core.text import free_name
+from meshlib.core.names import free_name
 from meshlib.ops.building import tensor
 from meshlib.ops.images.convolution import conv2d, conv3d
 from meshlib.ops.images.sliding import Padding, PerDim

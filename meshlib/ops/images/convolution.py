@@ -19,7 +19,7 @@ from layouts import Dimension, Shape
 from meshlib.core.arguments import at, choice, divisors_near, whole
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, find_dim
-from meshlib.core.text import free_name
+from meshlib.core.names import free_name
 from meshlib.ops.building import as_dims, floats
 from meshlib.ops.images.convolve import convolve
 from meshlib.ops.images.sliding import (

@@ -16,7 +16,7 @@ from meshlib.core.arguments import at, choice, flag, items, whole
 from meshlib.core.dtypes import INT32
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, innermost
-from meshlib.core.text import free_name
+from meshlib.core.names import free_name
 from meshlib.ops.building import build_source, floats, tensor
 from meshlib.ops.control.custom_gradients import custom_gradient
 from meshlib.ops.images.reduce_window import Slides, reduce_window

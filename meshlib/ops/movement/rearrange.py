@@ -19,8 +19,8 @@ from layouts import Dimension, Shape
 from meshlib.core.arguments import at, choice, whole
 from meshlib.core.errors import LayoutError, ShapeError, nearest
 from meshlib.core.graph import Tensor
+from meshlib.core.names import free_name
 from meshlib.core.source_lines import source_line
-from meshlib.core.text import free_name
 from meshlib.ops.building import tensor
 from meshlib.ops.movement.runs import slice as slice_dim
 from meshlib.ops.movement.shape import broadcast, reshape

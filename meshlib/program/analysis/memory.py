@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from meshlib.core.folding import alike, name_pattern, times_text
 from meshlib.core.graph import FORWARD
 from meshlib.core.opdef import Kind
-from meshlib.core.text import Shown, alike, bytes_text, name_pattern, times_text
+from meshlib.core.shown import Shown
+from meshlib.core.text import bytes_text
 from meshlib.program.analysis.buffers import START, Buffer
 from meshlib.program.instructions import Instruction, Loop, Value
 from meshlib.program.records import Program

@@ -6,18 +6,9 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from layouts.plan import gathered_axes
 from meshlib.core.errors import GraphError
+from meshlib.core.folding import RepeatedLines, alike, name_pattern, runs, times_text
 from meshlib.core.opdef import Kind
-from meshlib.core.text import (
-    RepeatedLines,
-    alike,
-    bytes_text,
-    fitted_to,
-    grid,
-    name_pattern,
-    runs,
-    times_text,
-    too_wide,
-)
+from meshlib.core.text import bytes_text, fitted_to, grid, too_wide
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Collective, Program, require_program
 
