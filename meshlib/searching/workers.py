@@ -163,6 +163,9 @@ class Work:
         """The objective."""
         return Objective.named(self.given)
 
+    def __reduce__(self) -> tuple[type[Work], tuple[object, ...]]:
+        return Work, (self.problems, self.space, self.bounds, self.given)  # each process names its own objective
+
     def estimate(self, n: int) -> Outcome:
         """Lower and estimate one candidate."""
         return self._problem(n).estimated(self.space[n], self.objective, self.bounds[n])

@@ -45,7 +45,7 @@ FLOORS = {unit: (n, p) for n, line in enumerate(HOUSE.split("\n")) for p in line
 # What points up all the same: (module, what it imports) -> why. Each is bound when it runs, or for its type alone.
 UP = {
     ("meshlib.core.graph", "meshlib.ops.control.sources"): "a loop's stand-in for an outer value is an input",
-    ("meshlib.core.text", "meshlib.report.cells"): "_repr_html_ of all that notebooks show",
+    ("meshlib.core.shown", "meshlib.report.cells"): "_repr_html_ of all that notebooks show",
     ("meshlib.estimation.result", "meshlib.report.page"): "Estimate.report",
     ("meshlib.estimation.result", "meshlib.report.plots"): "Estimate.plot",
     ("meshlib.estimation.memory.device_memory", "meshlib.report.plots"): "DeviceMemory.plot",
