@@ -304,11 +304,14 @@ class Found(Shown):
             are = f"{count} others are" if count > 1 else "1 other is"
             lines.append(f"      {are} a tie within the model's error, {self.objective.error:.1%}")
         if others:
-            behind = others[0].value / best - 1
-            lines.append(f"      the next is {behind:.1%} behind; the model's median error is {MODEL_ERROR:.1%}")
+            distance = others[0].value / best - 1
+            side = "ahead" if distance < 0 else "behind"  # a tie with the winner, under other choices
+            lines.append(f"      the next is {abs(distance):.1%} {side}; the model's median error is {MODEL_ERROR:.1%}")
         if passed and (not others or min(passed) < others[0].value):
-            least = f"{min(passed) / best - 1:.1%}"
-            text = "no better by their bounds" if least == "0.0%" else f"at least {least} behind"
+            least = min(passed) / best - 1
+            # Bounds are compared to the fastest, which may be ahead of the winner, a tie with it.
+            proved = "no better" if self.best is self.fastest else "no faster than the fastest"
+            text = f"at least {least:.1%} behind" if round(least, 3) > 0 else f"{proved} by their bounds"
             lines.append(f"      ({len(passed):,} that were not estimated are {text})")
         return lines
 

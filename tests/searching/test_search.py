@@ -20,6 +20,7 @@ from hardware.slices import Slice
 from layouts import LayoutRules
 from meshlib.searching.outcomes import ALIKE, BOUNDED, ESTIMATED, NEEDLESS, OPEN, REFUSED, TOO_LARGE
 from meshlib.searching.programs import SearchProblem, problem_of
+from meshlib.searching.result import plainness
 from meshlib.searching.roles import roles_of
 from meshlib.searching.space import Candidate, Fixed, candidates
 from meshlib.searching.workers import usual_workers
@@ -530,6 +531,30 @@ def test_a_tie_goes_to_the_plainest_layout_and_the_certificate_says_so() -> None
         assert "the simplest of" in found.certificate
         assert "a tie within the model's error" in found.why(found.fastest)
     assert "no two share a tensor" in found.certificate
+
+
+def test_distances_to_the_winner_are_never_negative() -> None:
+    """Bounds are compared to the fastest, behind which the winner may be within the model's error."""
+
+    def build(wide: int = 1) -> tuple[Any, Any]:
+        h, w = mtf.input("x", "batch:512;d:64"), mtf.variable("w", f"d:64;f:{64 * wide}")
+        return {"y": mtf.einsum([h, w], output_shape=f"batch:512;f:{64 * wide}")}, []
+
+    found = mtf.search(build, "v5e-4", axes=2, seconds=None, workers=1, choices={"wide": [1, 2]})
+    fast, other = (next(o for o in found.ranking if o.candidate.choices == (("wide", n),)) for n in (1, 2))
+    alike = (o.candidate for o in found.outcomes if o.candidate.choices == fast.candidate.choices)
+    ordered = sorted(alike, key=lambda c: plainness(c.mesh, c.layout, "batch"))
+    plain = replace(fast, value=1.01, candidate=ordered[0])
+    error = replace(found.objective, error=0.02)
+
+    def verdict(bound: float, *more: Any) -> str:
+        passed = replace(fast, state=BOUNDED, bound=bound, figures=None)
+        outcomes = (replace(fast, value=1.0, candidate=ordered[-1]), plain, *more, passed)
+        return str(replace(found, outcomes=outcomes, objective=error))
+
+    assert "1 that were not estimated are no faster than the fastest by their bounds" in verdict(1.001)
+    assert "1 that were not estimated are at least 4.0% behind" in verdict(1.0504)
+    assert "the next is 0.5% ahead" in verdict(1.001, replace(other, value=1.005))
 
 
 def test_cautions_name_moved_weights_memory_and_territory() -> None:
