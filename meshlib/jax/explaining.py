@@ -36,7 +36,7 @@ HIDDEN = (
 
 @dataclass(frozen=True)
 class ExplainedCollective:
-    """One collective of a compiled program. Bytes are exact, for one run on one device.
+    """One collective of a compiled program. Bytes are for one run on one device, and exact unless ragged.
 
     kind, axes     as in `Program.collectives`; part of an axis as `x:(2)4`, a factor of 4 of `x` behind major factors
                    of 2; None if the groups are not axes of the mesh
@@ -48,6 +48,7 @@ class ExplainedCollective:
     phase, op, source, reason  where it comes from in the user's program, and why
     is_async       whether other work runs meanwhile; conditional: it is in a branch, which may not run
     follows        names of collectives whose results its operands are parts or copies of
+    is_ragged      a `lax.ragged_all_to_all`: how many rows go where depends on data, and bytes are upper bounds
     """
 
     kind: str
@@ -67,6 +68,7 @@ class ExplainedCollective:
     conditional: bool
     sliced: bool
     follows: tuple[str, ...] = ()
+    is_ragged: bool = False
 
     @property
     def total_bytes(self) -> float:
@@ -124,7 +126,7 @@ class Explained:
                 "kind": c.kind, "axes": c.axes, "operands": c.operands, "payload_bytes": c.payload_bytes,
                 "sent_bytes": c.sent_bytes, "count": c.count, "seconds_modelled": c.seconds, "phase": c.phase,
                 "op": c.op, "source": c.source, "reason": c.reason, "name": c.name, "async": c.is_async,
-                "conditional": c.conditional,
+                "conditional": c.conditional, "ragged": c.is_ragged,
             }
             for c in self.collectives
         ]  # fmt: skip
@@ -136,8 +138,9 @@ class Explained:
         if not self.collectives:
             return f"{head}: no collectives"
         runs = sum(c.count or 1 for c in self.collectives)
+        sent = ("at most " if any(c.is_ragged for c in self.collectives) else "") + bytes_text(self.sent_bytes)
         lines = [
-            f"{head}: {runs:,} runs of {len(self.collectives)} collectives send {bytes_text(self.sent_bytes)} from "
+            f"{head}: {runs:,} runs of {len(self.collectives)} collectives send {sent} from "
             f"each device, {seconds_text(self.seconds)}* one after the other"
         ]
         ranked = self.ranked()
@@ -154,7 +157,8 @@ def _cells(c: ExplainedCollective) -> tuple[str, ...]:
     count = "?" if c.count is None else f"{c.count:,}"
     time = "?" if c.total_seconds is None else seconds_text(c.total_seconds)
     over = "?" if c.axes is None else "+".join(c.axes) or "-"
-    return c.kind, over, bytes_text(c.total_bytes), count, time, c.source or "?", some(c.operands, 1)
+    sent = "<= " * c.is_ragged + bytes_text(c.total_bytes)
+    return c.kind, over, sent, count, time, c.source or "?", some(c.operands, 1)
 
 
 def _more(c: ExplainedCollective) -> str:
@@ -165,7 +169,10 @@ def _more(c: ExplainedCollective) -> str:
 
 
 def _notes(collectives: Sequence[ExplainedCollective]) -> Iterator[str]:
-    yield "* modelled, each alone on the network; bytes and counts are exact"
+    ragged = any(c.is_ragged for c in collectives)
+    yield f"* modelled, each alone on the network; {'all other ' if ragged else ''}bytes and counts are exact"
+    if ragged:
+        yield "<= sent: how many rows go to other devices depends on data; all rows are counted"
     if any(c.count is None for c in collectives):
         yield "? runs: the trips of a loop depend on data; one is counted"
     if any(c.axes is None for c in collectives):
@@ -271,6 +278,7 @@ def _row(
         conditional=c.conditional,
         sliced=c.sliced,
         follows=c.follows,
+        is_ragged=c.is_ragged,
     )
 
 

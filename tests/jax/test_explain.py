@@ -106,6 +106,25 @@ def test_what_is_written_is_named_with_the_argument() -> None:
     assert reasons["all_gather"] == "written in the program: lax.all_gather of argument 'x'"
 
 
+def test_a_ragged_exchange_sends_at_most_all_of_its_rows() -> None:
+    """16 rows of 128 floats; the buffer of the result has room for 32. Sizes and offsets are no payload."""
+    text = inspect.cleandoc("""HloModule jit_f, num_partitions=4
+    ENTRY %main (a: f32[16,128], o: f32[32,128], n: s32[4]) -> f32[32,128] {
+      %a = f32[16,128]{1,0} parameter(0)
+      %o = f32[32,128]{1,0} parameter(1)
+      %n = s32[4]{0} parameter(2)
+      ROOT %r = f32[32,128]{1,0} ragged-all-to-all(%a, %o, %n, %n, %n, %n), replica_groups={{0,1,2,3}}
+    }""")
+    explained = mtf.jax.explain(text, "v5e-4", mesh="x:4")
+    (c,) = explained.collectives
+    assert (c.kind, c.axes, c.is_ragged, c.payload_bytes, c.sent_bytes) == ("all_to_all", ("x",), True, 8192, 8192.0)
+    assert "send at most 8 KiB" in str(explained)
+    assert "<= 8 KiB" in str(explained)
+    assert explained.as_json()["collectives"][0]["ragged"]
+    usual = text.replace("ragged-all-to-all(%a, %o, %n, %n, %n, %n)", "all-to-all(%o)")
+    assert "<=" not in str(mtf.jax.explain(usual, "v5e-4", mesh="x:4"))
+
+
 @pytest.mark.parametrize(
     ("mesh", "layout"),
     [("a:8", "batch:a"), ("a:2;b:4", "batch:a;hidden:b"), ("a:2;b:2;c:2", "batch:c+a;hidden:b"),

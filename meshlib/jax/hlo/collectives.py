@@ -9,7 +9,7 @@ collectives between slices are host transfers, sends that name the kind of colle
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -20,6 +20,7 @@ from meshlib.jax.hlo.text import Array, Computation, HloInstruction, Module
 from meshlib.jax.hlo.walk import Frame, walk
 
 _NAMES = {alias: STEP_KINDS[name] for name in COLLECTIVES for alias in (name, *STEP_KINDS[name].aliases)}
+RAGGED = "ragged-all-to-all"  # of rows by offsets and sizes, which are operands too
 KINDS = {name.replace("_", "-"): kind for name, kind in _NAMES.items()}  # by opcode
 _PARTS = ("bitcast", "reshape", "get-tuple-element", "copy", "copy-start", "copy-done", "slice", "dynamic-slice")
 _LOOKS = ("bitcast", "reshape", "get-tuple-element", "copy", "convert", "transpose")  # show an operand, or parts of it
@@ -31,7 +32,7 @@ _DIMS = re.compile(r"\bdimensions=\{(\d+)\}")
 
 @dataclass(frozen=True)
 class HloCollective:
-    """One collective of a compiled module. Bytes are exact, without padding, for one run on one device.
+    """One collective of a compiled module. Bytes are exact unless ragged, without padding, for one run on one device.
 
     kind           a key of `layouts.step_kinds.STEP_KINDS`
     groups         the devices of each group; for a permute its (source, target) pairs
@@ -46,6 +47,7 @@ class HloCollective:
     dim            along which blocks are gathered or scattered; None where there is no such dim
     name           of the instruction; frame: its computation, with the caller
     follows        names of collectives whose results its operands are parts or copies of
+    is_ragged      a `ragged-all-to-all`: how many rows go where depends on data, and bytes are upper bounds
     """
 
     kind: str
@@ -63,6 +65,7 @@ class HloCollective:
     name: str
     frame: Frame = field(repr=False, compare=False)
     follows: tuple[str, ...] = ()
+    is_ragged: bool = False
 
     @property
     def group_size(self) -> int:
@@ -71,16 +74,24 @@ class HloCollective:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a device sends per run on a ring; for a permute, a device that is a source."""
+        """Bytes that a device sends per run on a ring; for a permute, a device that is a source.
+
+        A ragged exchange sends at most all rows of its operand, each once.
+        """
         kind = STEP_KINDS[self.kind]
+        if self.is_ragged:
+            return float(self.payload_bytes)
         if kind.permutes and all(a == b for a, b, *_ in self.groups):
             return 0.0
         return float(kind.sent_bytes(self.payload_bytes, self.group_size))
 
     @property
     def larger_bytes(self) -> int:
-        """The larger of operand and result bytes, by which the network is priced."""
-        return max(self.payload_bytes, self.result_bytes)
+        """The larger of operand and result bytes, by which the network is priced; ragged: the operand's alone.
+
+        The result of a ragged exchange is a buffer with space for all rows that could arrive.
+        """
+        return self.payload_bytes if self.is_ragged else max(self.payload_bytes, self.result_bytes)
 
 
 def collectives_of(module: Module, hidden: tuple[str, ...] = (), slices: int = 1) -> list[HloCollective]:
@@ -163,7 +174,8 @@ def _collective(
     results = _results(i, kind)
     size = 1 if kind.permutes else len(groups[0])
     operands = tuple(_operand(a, kind, size) for a in results)
-    operands = _operands_of(holder, i, operands)
+    ragged = opcode == RAGGED
+    operands = (ragged and _values_of(holder, i.operands[:1])) or _operands_of(holder, i, operands)
     if kind.exchanges and len(operands) > 1:  # one value, cut into one piece per device
         operands = (Array(operands[0].dtype, (sum(prod(a.sizes) for a in operands),)),)
     payload, result = sum(a.bytes for a in operands), sum(a.bytes for a in results)
@@ -186,6 +198,7 @@ def _collective(
         i.name,
         frame,
         tuple(_before(module, frame, i)),
+        ragged,
     )
 
 
@@ -240,10 +253,14 @@ def _operand(result: Array, kind: StepKind, size: int) -> Array:
     return result
 
 
+def _values_of(holder: Computation, names: Iterable[str]) -> tuple[Array, ...]:
+    """The arrays of instructions, as far as the computation has them."""
+    return tuple(a for x in names if x in holder.instructions for a in holder.instructions[x].arrays)
+
+
 def _operands_of(holder: Computation, i: HloInstruction, derived: tuple[Array, ...]) -> tuple[Array, ...]:
     """The operands' real shapes where these are instructions with the bytes that the result implies."""
-    given = [holder.instructions[x].arrays for x in i.operands if x in holder.instructions]
-    flat = tuple(a for arrays in given for a in arrays)
+    flat = _values_of(holder, i.operands)
     same = len(flat) == len(derived) and all(a.bytes == b.bytes for a, b in zip(flat, derived, strict=True))
     return flat if same else derived
 
