@@ -256,6 +256,15 @@ def test_a_refusal_is_an_answer(programs: list[mtf.Program], monkeypatch: pytest
     assert found.headline == "does not fit, by 1.3 GiB: needs 17.05 GiB of 15.75 GiB, according to the compiler"
     with pytest.raises(mtf.ProgramError, match="there is no executable"):
         found.save("nowhere")
+    said = (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (34.00G) exceeds "
+        "available HBM (15.75G)."
+    )
+    found = mtf.compile_for(programs[0], "v5e-8", backend="cpu")
+    assert not found.fits
+    assert found.headline == (
+        "does not fit, by at least 18.25 GiB: temporaries alone need 34 GiB of 15.75 GiB, according to the compiler"
+    )
     assert refusal_of("Mosaic failed to compile") is None
     monkeypatch.setattr(compiling, "answers", lambda *_: [Failed(0, "XlaRuntimeError", "Mosaic failed", 3.0)])
     with pytest.raises(

@@ -318,7 +318,7 @@ def _notes(p: Planned) -> list[str]:
         if m.times != p.times:
             same = m.times * m.payload_bytes == p.times * p.payload_bytes
             moved = "" if not same else "moved out of the loop, " if m.times < p.times else "in pieces, "
-            notes.append(f"{moved}{m.times:,} runs instead of {p.times:,}")
+            notes.append(f"{moved}{m.times:,} run{'s' * (m.times > 1)} instead of {p.times:,}")
         if len(p.became) == 1 and set(m.axes) != set(p.axes):
             notes.append(f"over {'+'.join(m.launch.axes or ('unknown axes',))}")
         if m.payload_bytes > p.payload_bytes and m.dtype_bytes == p.dtype_bytes and m.times == p.times:

@@ -9,7 +9,10 @@ from meshlib.core.text import read_bytes
 
 _SPACE = re.compile(r"^Memory Space: (\S+) \(color=(\d+)\)\s*\nTotal bytes: (\d+)", re.MULTILINE)
 _VALUE = re.compile(r"^\s+\S+\(\s*\d+%\);\s*([\d.]+\w+);\s*\d+;\s*\d+;\s*(.+)$", re.MULTILINE)
-_USED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", re.IGNORECASE)
+_USED = (
+    re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", re.IGNORECASE),
+    re.compile(r"HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"),
+)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -35,10 +38,14 @@ class CompiledMemory:
 
 @dataclass(frozen=True)
 class CompilerRefusal:
-    """The compiler's refusal of a program that does not fit: bytes needed, and bytes available."""
+    """The compiler's refusal of a program that does not fit: bytes needed, and bytes available.
+
+    The bytes needed are a lower bound if the temporaries alone do not fit: `temporaries_only`.
+    """
 
     needed_bytes: int
     capacity_bytes: int
+    temporaries_only: bool = False
 
     @property
     def over_bytes(self) -> int:
@@ -77,10 +84,10 @@ def refusal_of(message: str) -> CompilerRefusal | None:
     >>> refusal_of("Ran out of memory in memory space hbm. Used 17.05G of 15.75G hbm.").over_bytes
     1395864371
     """
-    used = _USED.search(message)
-    if used is None:
-        return None
-    return CompilerRefusal(_scaled(used[1], used[2]), _scaled(used[3], used[4]))
+    for used, temporaries_only in zip(_USED, (False, True), strict=True):
+        if m := used.search(message):
+            return CompilerRefusal(_scaled(m[1], m[2]), _scaled(m[3], m[4]), temporaries_only)
+    return None
 
 
 def _scaled(number: str, unit: str) -> int:

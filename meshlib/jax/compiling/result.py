@@ -101,8 +101,10 @@ class Compiled:
         """
         if self.refusal is not None:
             r = self.refusal
-            needs = f"needs {bytes_text(r.needed_bytes)} of {bytes_text(r.capacity_bytes)}"
-            return f"does not fit, by {bytes_text(r.over_bytes)}: {needs}, according to the compiler"
+            needs = f"{bytes_text(r.needed_bytes)} of {bytes_text(r.capacity_bytes)}, according to the compiler"
+            if r.temporaries_only:
+                return f"does not fit, by at least {bytes_text(r.over_bytes)}: temporaries alone need {needs}"
+            return f"does not fit, by {bytes_text(r.over_bytes)}: needs {needs}"
         capacity = self.planned.capacity_bytes
         if not self.fits:
             over = bytes_text(self.peak_bytes - capacity)
@@ -210,7 +212,7 @@ class Compiled:
             lines.append("the trips of some loops depend on data; they are counted once")
         values, launches = merged_launches(self.explained)
         if launches:
-            lines.append(f"merged: {values:,} values go in {launches:,} collectives")
+            lines.append(f"merged: {values:,} values go in {launches:,} collective{'s' * (launches > 1)}")
         if not self.differences:
             return [*lines, "sends just what was planned"]
         lines.append(f"differences in what is sent ({len(self.differences)}):")
