@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
+import io
 import os
 import pickle
 import queue
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from meshlib.core.errors import GraphError, ProgramError
+from meshlib.core.replay import Rewrite
 from meshlib.core.subprocesses import describe_exit
 from meshlib.jax.compiling.messages import Answer, Began, CompileTask, Failed
 from meshlib.jax.compiling.topologies import ENVIRONMENT
@@ -24,6 +27,21 @@ TICK_SECONDS = 1.0  # seconds between progress messages about one program
 Tell = Callable[[str], None]
 
 
+class _TaskPickler(pickle.Pickler):
+    """Pickles programs without custom gradients, often local functions: compiling differentiates nothing."""
+
+    def reducer_override(self, obj: object) -> Any:
+        if isinstance(obj, Rewrite):
+            return copyreg.__newobj__, (Rewrite,), {**vars(obj), "gradient": None}  # type: ignore[attr-defined]
+        return NotImplemented
+
+
+def _pickled(task: CompileTask) -> bytes:
+    body = io.BytesIO()
+    _TaskPickler(body).dump(task)
+    return body.getvalue()
+
+
 def answers(task: CompileTask, tell: Tell, timeout_seconds: float | None) -> Iterator[Answer | Failed]:
     """The compiler's answer for each program, in order, as soon as it is available.
 
@@ -31,7 +49,7 @@ def answers(task: CompileTask, tell: Tell, timeout_seconds: float | None) -> Ite
       takes too long.
     """
     try:
-        body = pickle.dumps(task)
+        body = _pickled(task)
     except Exception as fault:
         raise GraphError(
             "compile_for: the program can't be sent to the compiling process; define the functions that it uses in a "

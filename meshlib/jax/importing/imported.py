@@ -59,6 +59,10 @@ class ImportedGraph(Graph):
     unsigned: set[str] = field(default_factory=set)  # results and arguments of uint32, computed as int32
     call: Call | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the user's function: it may be local, and only the bytes of its own `jit` depend on it.
+        return {**super().__getstate__(), "call": None}
+
     @property
     def loss(self) -> Tensor:
         """The tensor to minimise: the function's first result.
