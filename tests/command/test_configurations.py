@@ -113,7 +113,7 @@ MISTAKES = {
     "overrides of a model": ("plan gpt2 steps=2 --slice v5e-16", "--set steps=2"),
     "batch": ("plan BASE --batch 3 --slice v5e-16", "per_device_batch_size="),
     "layout": ("plan BASE --layout fsdp@fsdp:16 --slice v5e-16", "ici_*"),
-    "rank": ("plan BASE --slice v5e-16 --emit maxtext --rank 2", "there are 1 plans"),
+    "rank": ("plan BASE --slice v5e-16 --emit maxtext --rank 2", "there is 1 plan"),
     "target": ("plan BASE --slice v5e-16 --emit torch", "no choice 'torch'; there are maxtext, flax"),
     "no slice": ("explain BASE", "give --slice"),
     "compared with nothing": ("compare BASE steps=2 --slice v5e-16", "after --, what to change"),
