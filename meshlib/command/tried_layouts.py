@@ -153,14 +153,8 @@ def plans_of(
         if not named and tries.fastest == inf:
             left.sort(key=lambda each: tries.about(*each))
         tries.usual(*left.pop(0))
-    if not any(plan.memory for plan in tries.plans):
-        for plan in sorted(tries.plans, key=lambda p: p.order):
-            if plan.choices == choices[0] and 0 < plan.least_bytes < tries.least_needed:
-                tries.plans.remove(plan)
-                tries.add(plan.name, plan.mesh, plan.choices)
-    for plan in sorted(tries.plans, key=lambda p: p.order):
-        if tries.effort < EFFORT and plan.choices == choices[0] and _least_seconds(plan) < tries.fastest:
-            tries.lighter(plan.name, plan.mesh)
+    tries.closest()
+    tries.faster()
     fitting = {(plan.name, plan.mesh) for plan in tries.plans if plan.fits}
     plans = [p for p in tries.plans if p.choices == choices[0] or not p.least_bytes or (p.name, p.mesh) in fitting]
     return sorted(plans, key=lambda p: p.order)
@@ -248,6 +242,21 @@ class _Tries:
         self._lightened.add((name, mesh))
         passing = takewhile(lambda choices: not self.excluded(name, mesh, choices), self.choices[1:])
         return any(self.add(name, mesh, choices).fits for choices in [*passing][::-1])
+
+    def closest(self) -> None:
+        """Where bounds excluded all layouts, lower those that may need the least memory."""
+        if any(plan.memory for plan in self.plans):
+            return
+        for plan in sorted(self.plans, key=lambda p: p.order):
+            if plan.choices == self.choices[0] and 0 < plan.least_bytes < self.least_needed:
+                self.plans.remove(plan)
+                self.add(plan.name, plan.mesh, plan.choices)
+
+    def faster(self) -> None:
+        """Try less rematerialisation of layouts that could then be the fastest."""
+        for plan in sorted(self.plans, key=lambda p: p.order):
+            if self.effort < EFFORT and plan.choices == self.choices[0] and _least_seconds(plan) < self.fastest:
+                self.lighter(plan.name, plan.mesh)
 
     def add(self, name: str, mesh: str, choices: dict[str, object]) -> PlannedLayout:
         """Lower a layout, and estimate it if it fits or was named."""
