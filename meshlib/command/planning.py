@@ -26,7 +26,6 @@ from meshlib.command.tried_layouts import (
     PlannedLayout,
     WholeRunOptions,
     batches_that_may_fit,
-    other_layouts,
     planned,
     plans_of,
     timed,
@@ -34,7 +33,6 @@ from meshlib.command.tried_layouts import (
 )
 from meshlib.core.errors import GraphError
 from meshlib.core.text import wrapped
-from meshlib.estimation.memory.other_layouts import OtherLayouts
 
 if TYPE_CHECKING:
     from meshlib.report.alternatives import Alternative
@@ -128,18 +126,17 @@ def _usual_plans(
     first = subject
     with Progress(args.quiet, at_once=True) as bar:  # the first verdict shows while others are tried
 
-        def plans_at(subject: Subject, known: OtherLayouts | None, is_last: bool) -> list[PlannedLayout]:
+        def plans_at(subject: Subject) -> list[PlannedLayout]:
             layouts = _layouts(args, subject, where)
-            return plans_of(subject, where, layouts, args.remat, asked, bar, bool(args.layout), known, is_last)
+            return plans_of(subject, where, layouts, args.remat, asked, bar, bool(args.layout))
 
         batches = [subject]
         if not args.layout and (smaller := _with_half_the_batch(subject)) is not None:
             fits, state_fits = batches_that_may_fit(subject, where, _layouts(args, subject, where), args.remat)
             batches = [subject] if not state_fits else [subject, smaller] if fits else [smaller, subject]
-        subject, plans = batches[0], plans_at(batches[0], None, is_last=len(batches) == 1)
+        subject, plans = batches[0], plans_at(batches[0])
         for other in batches[1:] if not plans[0].fits else ():
-            at_other = plans_at(other, other_layouts(subject, plans), is_last=True)
-            subject, plans = min((subject, plans), (other, at_other), key=lambda each: each[1][0].order)
+            subject, plans = min((subject, plans), (other, plans_at(other)), key=lambda each: each[1][0].order)
     plans[0] = timed(subject, where, plans[0], asked)
     if args.layout and plans[0].est is None:
         raise GraphError(plans[0].fault)

@@ -18,14 +18,10 @@ from meshlib.core.graph import FORWARD
 from meshlib.core.text import bytes_text, seconds_text
 from meshlib.estimation import DeviceMemory, Estimate, HostInput, estimate
 from meshlib.estimation.memory.device_memory import memory_on
-from meshlib.estimation.memory.other_layouts import OtherLayouts
 from meshlib.estimation.views.rows import names_of_forward
 from meshlib.estimation.views.whole_run import WholeRun
 
 EFFORT = 7500  # operations of lowered layouts that fit after which the remaining usual ones are left out: about 1 s
-
-ERROR = 1.35  # most by which `OtherLayouts` is too high: T5 on 64 devices, sequence axis from fully sharded
-BATCH = "batch"  # the dim of a model's sequences
 
 
 @dataclass(frozen=True)
@@ -135,24 +131,19 @@ def plans_of(
     asked: WholeRunOptions = NOTHING,
     progress: Callable[[int, int, str], None] = lambda done, total, text: None,
     named: bool = False,
-    known: OtherLayouts | None = None,
-    is_last: bool = True,
 ) -> list[PlannedLayout]:
     """Plans of the layouts, best first.
 
     Without `remat`, a model's layouts are tried with the least rematerialisation that fits. A layout that cannot fit is
     not lowered, and one that does not fit has no estimate, unless the user `named` it. Once a layout fits, the rest are
-    left out if the program is large. `known`: of another batch; `is_last`: False if another batch is tried next.
+    left out if the program is large.
     """
     levels = [remat] if remat else list(REMAT)
     choices: list[dict[str, object]] = [{"remat": level} for level in levels] if subject.config is not None else [{}]
     named = named or len(layouts) * len(choices) == 1
-    tries = _Tries(subject, where, choices, asked, named, progress, len(layouts), known, is_last)
-    left = list(layouts)
-    while left:
-        if not named and tries.fastest == inf:
-            left.sort(key=lambda each: tries.about(*each))
-        tries.usual(*left.pop(0))
+    tries = _Tries(subject, where, choices, asked, named, progress, len(layouts))
+    for name, mesh in layouts:
+        tries.usual(name, mesh)
     tries.closest()
     tries.faster()
     fitting = {(plan.name, plan.mesh) for plan in tries.plans if plan.fits}
@@ -168,12 +159,6 @@ def with_more_rematerialisation(subject: Subject, where: Slice, plans: Sequence[
     return [*plans, *(planned(subject, where, n, m, **c) for n, m, c in wanted if (n, m, c) not in tried)]
 
 
-def other_layouts(subject: Subject, plans: Sequence[PlannedLayout]) -> OtherLayouts | None:
-    """What the plans, of which none fits, tell about other layouts and batches of the model."""
-    lowered = [p.memory for p in plans if p.memory is not None]
-    return OtherLayouts(lowered[0], (BATCH, subject.sizes[BATCH])) if lowered else None
-
-
 @dataclass
 class _Tries:
     """Layouts tried in turn, each with the first of `choices`, the most rematerialisation, or with later ones."""
@@ -185,8 +170,6 @@ class _Tries:
     named: bool
     progress: Callable[[int, int, str], None]
     count: int
-    known: OtherLayouts | None
-    is_last: bool
     plans: list[PlannedLayout] = field(default_factory=list)
     effort: int = 0
     _lightened: set[tuple[str, str]] = field(default_factory=set)
@@ -195,15 +178,6 @@ class _Tries:
     def fastest(self) -> float:
         """The shortest step of the layouts that fit."""
         return min((plan.est.step_seconds for plan in self.plans if plan.est and plan.fits), default=inf)
-
-    def about(self, name: str, mesh: str) -> float:
-        """About the bytes that a layout needs with the most rematerialisation; 0 if nothing is known."""
-        if self.known is None:
-            return 0.0
-        try:
-            return self.known.needed_bytes(self.subject.rules(name, mesh), Mesh(mesh), self.subject.sizes[BATCH])
-        except MeshlibError:  # lowering reports it
-            return 0.0
 
     def usual(self, name: str, mesh: str) -> None:
         """Try a layout: until one fits with the least rematerialisation, later with the most."""
@@ -215,25 +189,13 @@ class _Tries:
             self.plans.append(PlannedLayout(name, mesh, first, fault=fault))
         elif self.excluded(name, mesh, first):
             return
-        elif not fits and (about := self.about(name, mesh)) > ERROR * self._wanted_bytes:
-            fault = f"not tried, since it would need about {bytes_text(about)}*"
-            self.plans.append(PlannedLayout(name, mesh, first, fault=fault))
-        elif fits or self.known is not None or not self.lighter(name, mesh):
-            plan = self.add(name, mesh, first)
-            if self.known is None and not plan.fits and self.subject.config is not None:
-                self.known = other_layouts(self.subject, [plan])
+        elif fits or not self.lighter(name, mesh):
+            self.add(name, mesh, first)
 
     @property
-    def least_needed(self) -> float:
+    def _least_needed(self) -> float:
         """The fewest bytes that a lowered layout is known to need."""
-        lowered = [plan.memory for plan in self.plans if plan.memory is not None]
-        lowered += [self.known.memory] if self.known is not None else []
-        return min((memory.needed_bytes for memory in lowered), default=inf)
-
-    @property
-    def _wanted_bytes(self) -> float:
-        """The bytes that a layout must not need to be worth trying, while none fits."""
-        return self.least_needed if self.is_last else self.where.usable_hbm_bytes_per_device
+        return min((plan.memory.needed_bytes for plan in self.plans if plan.memory is not None), default=inf)
 
     def lighter(self, name: str, mesh: str) -> bool:
         """Try the least rematerialisation that may fit, then more, but not the most; returns whether one fits."""
@@ -244,11 +206,11 @@ class _Tries:
         return any(self.add(name, mesh, choices).fits for choices in [*passing][::-1])
 
     def closest(self) -> None:
-        """Where bounds excluded all layouts, lower those that may need the least memory."""
-        if any(plan.memory for plan in self.plans):
+        """Where none fits, lower those that may need the least memory of all that their bounds excluded."""
+        if self.fastest < inf:
             return
         for plan in sorted(self.plans, key=lambda p: p.order):
-            if plan.choices == self.choices[0] and 0 < plan.least_bytes < self.least_needed:
+            if plan.choices == self.choices[0] and 0 < plan.least_bytes < self._least_needed:
                 self.plans.remove(plan)
                 self.add(plan.name, plan.mesh, plan.choices)
 
