@@ -1,0 +1,36 @@
+"""The layouts of a plan against all layouts with all levels of rematerialisation, lowered one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+import meshlib as mtf
+from hardware.chips import CHIPS
+from hardware.slices import Slice
+from meshlib.command.choices import REMAT
+from meshlib.command.subject import of_model
+from meshlib.command.tried_layouts import planned, plans_of
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral-8x7b"])
+def test_no_layout_fits_if_a_plan_does_not(name: str) -> None:
+    """Whatever the memory: a plan fits if any layout does, is then as fast as the fastest, else the smallest."""
+    config = mtf.models.preset(name).replace(layers=2)
+    subject = of_model(config, {"batch": 8, "length": 256}, {}, mtf.XLA_TPU, given_batch=True)
+    where, layouts = Slice("v5e-8"), mtf.models.usual_layouts(config, 8, 8)
+    each = [planned(subject, where, *layout, remat=level) for layout in layouts for level in REMAT]
+    needed = sorted(plan.memory.needed_bytes for plan in each if plan.memory is not None)
+    for capacity in (0.5 * needed[0], 1.0001 * needed[0], 1.0001 * needed[len(needed) // 2]):
+        chip = replace(CHIPS["v5e"], name="test", hbm_bytes=int(capacity), hbm_reserved_bytes=0)
+        best = plans_of(subject, Slice("test-8", chip), layouts, None)[0]
+        assert best.memory is not None
+        assert best.fits == (needed[0] <= capacity)
+        fitting = [p.est.step_seconds for p in each if p.est and p.memory and p.memory.needed_bytes <= capacity]
+        if best.est is not None and best.fits:
+            assert best.est.step_seconds <= min(fitting, default=inf) * (1 + 1e-9)
+        else:
+            most = [p.memory.needed_bytes for p in each if p.memory is not None and p.choices["remat"] == REMAT[0]]
+            assert best.memory.needed_bytes <= min(most)
