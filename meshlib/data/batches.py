@@ -126,6 +126,8 @@ class Batches(Iterator[Batch]):
         try:
             return next(self._feed)
         except FeedError:
+            if not self._feed.closed:
+                raise
             raise FeedError("Batches: closed while a batch was waited for") from None
 
     def __enter__(self) -> Batches:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from layouts import Shape, Sharding
 from meshlib.core.graph import Tensor
-from meshlib.jax.importing.imported import ImportedGraph
+from meshlib.jax.importing.imported import Call, ImportedGraph
 from meshlib.jax.importing.leaves import COMPLEX, words
 from meshlib.program.instructions import Value
 from meshlib.program.records import Program
+
+Origin: TypeAlias = tuple[str, int, int]  # as of `_result_of`
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,14 @@ def compiled(
         return None  # random keys are among the results, or the gradient is that of another result
     given = specs["variables"] | specs["inputs"]  # type: ignore[operator]
 
+    ins = [NamedSharding(mesh, _of_leaf(given, name)) for name in call.names]
+    outs = {name: NamedSharding(mesh, specs["outputs"][name]) for name in wanted}
+    return jax.jit(_step_of(call, wanted, sloped), in_shardings=ins, out_shardings=outs).lower(*call.shapes).compile()
+
+
+def _step_of(call: Call, wanted: Mapping[str, Origin], sloped: Sequence[int]) -> Callable[..., dict[str, Any]]:
+    """The function of the arrays that computes what is wanted; `sloped`: the arguments whose gradients are."""
+
     def step(*arrays: Any) -> dict[str, Any]:
         def first(*moving: Any) -> tuple[Any, Any]:
             whole = list(arrays)
@@ -137,9 +147,7 @@ def compiled(
         slopes_of = {n: _parts([jnp.conj(dx)]) for n, dx in zip(sloped, slopes, strict=True)}
         return {name: parts[n] if kind == "result" else slopes_of[n][part] for name, (kind, n, part) in wanted.items()}
 
-    ins = [NamedSharding(mesh, _of_leaf(given, name)) for name in call.names]
-    outs = {name: NamedSharding(mesh, specs["outputs"][name]) for name in wanted}
-    return jax.jit(step, in_shardings=ins, out_shardings=outs).lower(*call.shapes).compile()
+    return step
 
 
 def _parts(arrays: Sequence[Any]) -> list[Any]:
@@ -148,7 +156,7 @@ def _parts(arrays: Sequence[Any]) -> list[Any]:
     return [part for x in real for part in ((x.real, x.imag) if jnp.issubdtype(x.dtype, jnp.complexfloating) else (x,))]
 
 
-def _result_of(graph: ImportedGraph, t: Tensor) -> tuple[str, int, int] | None:
+def _result_of(graph: ImportedGraph, t: Tensor) -> Origin | None:
     """("result", n, 0) for the n-th output, ("gradient", n, part) for the n-th argument's gradient; None for others."""
     for n, y in enumerate(graph.outputs.values()):
         if y is t:

@@ -30,7 +30,7 @@ from meshlib.searching.result import Found, plainness
 from meshlib.searching.resume_file import KeptEstimates
 from meshlib.searching.roles import AxisRole
 from meshlib.searching.space import Candidate, Choices
-from meshlib.searching.workers import Work, Workers, usual_workers
+from meshlib.searching.workers import CandidateBatch, SearchTasks, Workers, usual_workers
 
 BAND = 2  # times the model's error: candidates expected within this of the best are equally promising
 FIRST, ROUND = 2, 8  # candidates in the first round, when no bound excludes anything yet, and in later ones
@@ -85,7 +85,7 @@ class Search:
         self.took: dict[str, float] = {}  # seconds per task, by its name
         self.outcomes: dict[int, Outcome] = dict(self._too_large())
         self.bounds = [0.0 if n in self.outcomes else self._bound(c) for n, c in enumerate(space)]
-        self.work = Work(problems, space, self.bounds, objective.given)
+        self.work = SearchTasks(problems, space, self.bounds, objective.given)
         self.order = sorted(range(len(space)), key=lambda n: (self.bounds[n], len(space[n].parts), n))
         self.least = min([self.bounds[n] for n in self.order if n not in self.outcomes], default=0.0)
         self.plain: dict[int, tuple[int, ...]] = {}  # plainness of the most promising candidates
@@ -212,20 +212,23 @@ class Search:
                 return
             numbers = [*islice((n for n in left if n not in self.tightened), TOGETHER)]
             for batch, pairs in self._task_results("together", self._batches(numbers)).items():
-                for n, (bound, held) in zip(batch[1:], pairs, strict=True):
+                for n, (bound, held) in zip(batch.numbers, pairs, strict=True):
                     self.tightened.add(n)
                     self.bounds[n] = max(self.bounds[n], bound)
                     self._fits(n, held)
 
-    def _batches(self, numbers: Sequence[int]) -> list[tuple[float, ...]]:
-        """Candidates that can be bounded together, after the value above which their bounds may be loose."""
+    def _batches(self, numbers: Sequence[int]) -> list[CandidateBatch]:
+        """Candidates in batches that can be bounded together."""
         families: dict[object, list[int]] = {}
         for n in numbers:
             c = self.space[n]
             sizes = self.problems[c.choices].settled(c)
             families.setdefault((sizes, c.slice, sum(size > 1 for _, size in c.splits)), []).append(n)
-        own = [numbers[at : at + BATCH] for numbers in families.values() for at in range(0, len(numbers), BATCH)]
-        return [(self.best, *numbers) for numbers in own]
+        return [
+            CandidateBatch(self.best, tuple(own[at : at + BATCH]))
+            for own in families.values()
+            for at in range(0, len(own), BATCH)
+        ]
 
     def _fits(self, n: int, held: float) -> bool:
         """True if a candidate that holds so many bytes may fit; if not, its outcome is recorded."""
@@ -387,7 +390,7 @@ class Search:
         assert self.executor is not None
         if self.tasks is None:
             self.tasks = Tasks("search", self.executor, self.work)
-        return self.tasks.answers(getattr(Work, task), numbers, self.until if task != "bound" else None)
+        return self.tasks.answers(getattr(SearchTasks, task), numbers, self.until if task != "bound" else None)
 
     # ------------------------------------------------------------ result
 

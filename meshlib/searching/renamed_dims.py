@@ -65,5 +65,6 @@ class Passages:
 
     def laid(self, shapes: Iterable[Shape]) -> Names:
         """Dims of these shapes whose sizes the layout has yet to give."""
-        dims = (d for shape in shapes for d in shape if not self.settled)
-        return frozenset(d.name for d in dims if isinstance(d, LaidDimension))
+        if self.settled:
+            return frozenset()
+        return frozenset(d.name for shape in shapes for d in shape if isinstance(d, LaidDimension))

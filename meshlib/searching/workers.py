@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshlib.core.errors import GraphError
 from meshlib.core.subprocesses import describe_exit, exit_with_parent
@@ -55,7 +55,7 @@ def check_forks(workers: int) -> None:
 class Workers:
     """Processes that run named tasks; `close` them."""
 
-    def __init__(self, count: int, work: Work) -> None:
+    def __init__(self, count: int, tasks: SearchTasks) -> None:
         context = multiprocessing.get_context("fork")
         self.processes = []
         self.pipes: list[Connection] = []
@@ -64,7 +64,7 @@ class Workers:
             for _ in range(count):
                 here, there = context.Pipe()
                 self.pipes.append(here)
-                process = context.Process(target=_serve, args=(there, [*self.pipes], work), daemon=True)
+                process = context.Process(target=_serve, args=(there, [*self.pipes], tasks), daemon=True)
                 process.start()
                 there.close()
                 self.processes.append(process)
@@ -120,7 +120,7 @@ class Workers:
         self.processes, self.pipes = [], []
 
 
-def _serve(pipe: Connection, others: Sequence[Connection], work: Work) -> None:
+def _serve(pipe: Connection, others: Sequence[Connection], tasks: SearchTasks) -> None:
     """Main loop of a worker. `others`: the parent's ends of all pipes, which the worker must close."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is handled by the search
     exit_with_parent()  # even in the middle of a task
@@ -133,7 +133,7 @@ def _serve(pipe: Connection, others: Sequence[Connection], work: Work) -> None:
         except EOFError:
             return
         try:
-            answer = True, getattr(work, task)(n)
+            answer = True, getattr(tasks, task)(n)
         except BaseException as fault:
             answer = False, _sendable(fault)
         pipe.send(answer)
@@ -148,10 +148,20 @@ def _sendable(fault: BaseException) -> BaseException:
     return fault
 
 
+class CandidateBatch(NamedTuple):
+    """Candidates of one problem that are bounded together.
+
+    limit    the value above which their bounds may be loose
+    numbers  their places in the space
+    """
+
+    limit: float
+    numbers: tuple[int, ...]
+
+
 @dataclass(frozen=True)
-class Work:
-    """What workers need: the problems, the candidates with their bounds, the user's objective. Its methods are the
-    tasks; a batch is of one problem."""
+class SearchTasks:
+    """The tasks of a search, as methods, with what they need; `given`: the user's objective."""
 
     problems: Mapping[Choices, SearchProblem]
     space: Sequence[Candidate]
@@ -163,8 +173,8 @@ class Work:
         """The objective."""
         return Objective.named(self.given)
 
-    def __reduce__(self) -> tuple[type[Work], tuple[object, ...]]:
-        return Work, (self.problems, self.space, self.bounds, self.given)  # each process names its own objective
+    def __reduce__(self) -> tuple[type[SearchTasks], tuple[object, ...]]:
+        return SearchTasks, (self.problems, self.space, self.bounds, self.given)  # each process names its own objective
 
     def estimate(self, n: int) -> Outcome:
         """Lower and estimate one candidate."""
@@ -174,10 +184,10 @@ class Work:
         """A candidate's closer bound."""
         return self._problem(n).closer_bound(self.space[n], self.objective)
 
-    def together(self, batch: tuple[float, ...]) -> list[tuple[float, float]]:
-        """Bounds of candidates, and on their bytes; `batch`: the limit above which they may be loose, and numbers."""
-        limit, numbers = batch[0], [*map(int, batch[1:])]
-        return self._problem(numbers[0]).bounds_together([self.space[n] for n in numbers], self.objective, limit)
+    def together(self, batch: CandidateBatch) -> list[tuple[float, float]]:
+        """Bounds of candidates, and on their bytes."""
+        candidates = [self.space[n] for n in batch.numbers]
+        return self._problem(batch.numbers[0]).bounds_together(candidates, self.objective, batch.limit)
 
     def _problem(self, n: int) -> SearchProblem:
         return self.problems[self.space[n].choices]

@@ -86,10 +86,14 @@ def ruled(eqn: Any, ins: Sequence[Var], axis_env: Sequence[tuple[str, int]] = ()
         return jax.tree_util.tree_unflatten(trees[-1], residuals)(list(cotangents))
 
     back = jax.make_jaxpr(backward, axis_env=env)(residual_shapes, *(outs[n] for n in floating))
-    if any(isinstance(x, jax.core.Tracer) for x in (*closed.consts, *back.consts)):
-        raise GraphError("it closes over a value that the arguments determine; pass that value as an argument")
+    _refuse_captured(*closed.consts, *back.consts)
     live, _ = dce_jaxpr(back.jaxpr, [True] * len(moving), instantiate=True)
     return Ruled(closed, core.ClosedJaxpr(live, back.consts), moving, floating)
+
+
+def _refuse_captured(*consts: Any) -> None:
+    if any(isinstance(x, jax.core.Tracer) for x in consts):
+        raise GraphError("it closes over a value that the arguments determine; pass that value as an argument")
 
 
 def _is_float(aval: Any) -> bool:
