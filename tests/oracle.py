@@ -15,7 +15,7 @@ import pytest
 from layouts import Shape
 from meshlib.core.graph import Operation, Tensor
 from meshlib.program.records import Program
-from meshlib.simulation import planning, simulate
+from meshlib.simulation import chains, simulate
 
 Array = np.ndarray[Any, Any]
 
@@ -106,8 +106,8 @@ def needed(roots: Iterable[Tensor | Operation]) -> list[Tensor]:
 def computed_by_part(elements: int = 3) -> Iterator[None]:
     """The fast executor computes chains of elementwise operations in parts of so many elements."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "PART", elements)
-        patch.setattr(planning, "LARGE", 2 * elements)
+        patch.setattr(chains, "PART", elements)
+        patch.setattr(chains, "LARGE", 2 * elements)
         yield
 
 

@@ -32,8 +32,9 @@ from meshlib.program.instructions import Compute, Instruction, Loop, Move, Resid
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program
 from meshlib.simulation.blocks import compute, finished
+from meshlib.simulation.buffers import Buffers, overwritable
+from meshlib.simulation.chains import Chain, ChainRun, chained
 from meshlib.simulation.parts import PartialTrips, Working
-from meshlib.simulation.planning import Buffers, Chain, ChainRun, chained, overwritable
 
 Array = np.ndarray[Any, Any]
 Bound: TypeAlias = Callable[[Sequence[Array], Engine], Iterable[Array]]

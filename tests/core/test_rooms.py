@@ -201,7 +201,7 @@ def test_the_inner_floors_are_seen():
     assert points_up("meshlib.layers.norms", "meshlib")
     assert not points_up("meshlib.ops.control.loop_gradient", "meshlib.ops.gradients")
     assert not points_up("meshlib.ops.gradients", "meshlib.ops.pointwise.elementwise")
-    assert not points_up("meshlib.simulation.fast", "meshlib.simulation.planning")
+    assert not points_up("meshlib.simulation.fast", "meshlib.simulation.buffers")
     assert not points_up("meshlib", "meshlib.testing")
     assert {(name, when) for name, _, when in own_imports("meshlib.core.graph")} >= {
         ("meshlib.ops.control.sources", "called"), ("meshlib.core.opdef", "types"),

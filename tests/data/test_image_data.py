@@ -9,7 +9,7 @@ import pytest
 
 from meshlib.core.errors import DataError
 from meshlib.data.samples import CLASSES, draw_scenes, draw_shapes
-from meshlib.data.samples import image_folders as drawn_images
+from meshlib.data.samples import drawn_shapes as drawn_images
 from meshlib.data.samples import image_folders as image_data
 from tests.paths import SHARED
 

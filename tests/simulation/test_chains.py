@@ -10,8 +10,8 @@ import pytest
 
 import meshlib as mtf
 from meshlib.core.opdef import OPERATIONS, Kind
+from meshlib.simulation.chains import Chain
 from meshlib.simulation.fast import FastExecutor
-from meshlib.simulation.planning import Chain
 from tests.cases import CASES, Case
 from tests.effort import draws, each
 from tests.oracle import assert_close, computed_by_part, run

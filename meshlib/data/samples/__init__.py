@@ -1,10 +1,10 @@
 """Sample data without downloads: digits, shapes, scenes with boxes, text and verses; and image files of results."""
 
-from meshlib.data.samples.image_folders import CLASSES as CLASSES
+from meshlib.data.samples.drawn_shapes import CLASSES as CLASSES
+from meshlib.data.samples.drawn_shapes import Scenes as Scenes
+from meshlib.data.samples.drawn_shapes import draw_scenes as draw_scenes
+from meshlib.data.samples.drawn_shapes import draw_shapes as draw_shapes
 from meshlib.data.samples.image_folders import ImageData as ImageData
-from meshlib.data.samples.image_folders import Scenes as Scenes
-from meshlib.data.samples.image_folders import draw_scenes as draw_scenes
-from meshlib.data.samples.image_folders import draw_shapes as draw_shapes
 from meshlib.data.samples.image_folders import load_images as load_images
 from meshlib.data.samples.image_folders import read_image as read_image
 from meshlib.data.samples.mnist_digits import Digits as Digits

@@ -14,7 +14,6 @@ from meshlib.core.errors import ShapeError
 from meshlib.models.images.detection.boxes import (
     Array,
     Integers,
-    Objects,
     as_boxes,
     as_vector,
     box_iou,
@@ -22,6 +21,7 @@ from meshlib.models.images.detection.boxes import (
     encode_boxes,
     suppress,
 )
+from meshlib.models.images.detection.precision import Objects
 
 NOTHING, UNDECIDED = -1, -2  # classes of anchors without an object, and of ignored ones
 
