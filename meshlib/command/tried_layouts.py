@@ -217,7 +217,7 @@ class _Tries:
     def faster(self) -> None:
         """Try less rematerialisation of layouts that could then be the fastest."""
         for plan in sorted(self.plans, key=lambda p: p.order):
-            if self.effort < EFFORT and plan.choices == self.choices[0] and _least_seconds(plan) < self.fastest:
+            if plan.choices == self.choices[0] and _least_seconds(plan) < self.fastest:
                 self.lighter(plan.name, plan.mesh)
 
     def add(self, name: str, mesh: str, choices: dict[str, object]) -> PlannedLayout:
