@@ -186,6 +186,14 @@ def test_there_are_as_many_microbatches_as_it_takes_to_fit():
     assert counts[0] == 2 < counts[-1]
 
 
+def test_more_microbatches_than_save_anything_are_not_proposed():
+    """Where no number suffices: at 65,536, a row each, the state is what is left, and at 8 nearly so."""
+    whole = mtf.estimate(network("data:4", "batch:data", "scan", 2**18), "v5e-4").memory
+    memory = dataclasses.replace(whole, capacity_bytes=round(0.2 * whole.peak_bytes))
+    (proposed,) = (microbatches(r.what) for r in memory.remedies if len(r.parts) == 1 and microbatches(r.what))
+    assert proposed == 8
+
+
 def test_no_remedy_is_a_layout_that_the_library_refuses():
     """Of two tensors with a dim of one name, one cannot be split: a rule for it would be a fault."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice, takewhile
-from math import prod
+from math import inf, prod
 
 from layouts import Dimension, LayoutRules, Mesh
 from meshlib.core.dtypes import FLOAT32
@@ -285,7 +285,10 @@ def _recomputed(program: Program, live: list[Value]) -> Iterator[_Idea]:
 def _smaller_batch(
     program: Program, live: list[Value], kinds: Mapping[Value, str], peak: int, room_bytes: int
 ) -> Iterator[_Idea]:
-    """Half the batch, or enough microbatches to fit; the batch is the first dim of all inputs and no variable."""
+    """Half the batch, or enough microbatches to fit; the batch is the first dim of all inputs and no variable.
+
+    Where no number fits, the last that saves more than the error of such figures beyond half as many.
+    """
     given = {*program.inputs.values()}
     inputs = [v for v in given if v.local_shape.sizes]
     batch = _batch_dim(program, inputs)
@@ -307,13 +310,18 @@ def _smaller_batch(
     if not (program.updates and any(i.operation.region == BACKWARD for i in program.instructions)):
         return
     more = max(0, _sums_bytes(program) - sum(tiled_value_bytes(v) for v in live if kinds.get(v) == "gradients"))
-    ideas = []
+    useful, least = None, inf
     for parts in takewhile(divides, (2**n for n in count(1))):
         what = f"{parts} {MICROBATCHES} '{name}' (mtf.serialize_training_step, num_splits={parts})"
-        ideas.append(_Idea(what, partial(of_rest, parts=parts), "batch", more))
-        if _peak(program, ideas[-1:]) + _ERROR * peak <= room_bytes:
+        idea = _Idea(what, partial(of_rest, parts=parts), "batch", more)
+        needed = _peak(program, [idea])
+        if useful is None or needed + _ERROR * peak < least or needed + _ERROR * peak <= room_bytes:
+            useful = idea
+        if needed + _ERROR * peak <= room_bytes:
             break
-    yield from ideas[-1:]
+        least = min(least, needed)
+    if useful is not None:
+        yield useful
 
 
 def _batch_dim(program: Program, inputs: Sequence[Value]) -> Dimension | None:

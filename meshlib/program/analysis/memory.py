@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from meshlib.core.explained_calls import explain_module
 from meshlib.core.folding import alike, name_pattern, times_text
 from meshlib.core.graph import FORWARD
 from meshlib.core.opdef import Kind
@@ -210,3 +211,6 @@ def host_bytes(program: Program) -> int:
         peak = max(peak, now + (host_bytes(i.body) if isinstance(i, Loop) else 0))
         now -= ends.get(n, 0)
     return peak
+
+
+explain_module(__name__)
