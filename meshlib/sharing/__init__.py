@@ -11,7 +11,7 @@ if _TYPE_CHECKING:
     from meshlib.sharing.loading import OwnModel as OwnModel
     from meshlib.sharing.loading import TextModel as TextModel
     from meshlib.sharing.loading import load_model as load_model
-    from meshlib.sharing.programs import ImageInput as ImageInput
+    from meshlib.sharing.pictures import ImageInput as ImageInput
     from meshlib.sharing.weights import read_weights as read_weights
     from meshlib.sharing.weights import write_weights as write_weights
 else:

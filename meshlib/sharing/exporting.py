@@ -27,8 +27,10 @@ from meshlib.generation.tokens import ByteTokenizer
 from meshlib.models.config import TransformerConfig
 from meshlib.models.images.resnet import ResNetConfig
 from meshlib.models.images.vit import ViTConfig
+from meshlib.sharing.config_json import as_json
 from meshlib.sharing.manifests import FORMAT, MODEL, OWN_SHARDS, VARIABLES, VERSION, VOCABULARY
-from meshlib.sharing.programs import Build, Config, ImageInput, as_json, forward_program, kind_of, values_of
+from meshlib.sharing.pictures import ImageInput
+from meshlib.sharing.programs import Build, Config, forward_program, kind_of, values_of
 from meshlib.simulation import Simulation, simulate
 from meshlib.storage.checkpoint import write_state
 

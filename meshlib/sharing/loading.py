@@ -22,17 +22,16 @@ from meshlib.generation.generator import Generator, check_options
 from meshlib.generation.tokens import ByteTokenizer
 from meshlib.lowering import Program
 from meshlib.models import TransformerConfig
+from meshlib.sharing.config_json import from_json
 from meshlib.sharing.exporting import BYTES, MEMBERS, OWN_FILE
 from meshlib.sharing.manifests import CONFIG, FORMAT, VERSION, check_holds_model
+from meshlib.sharing.pictures import ImageInput, pixels_of
 from meshlib.sharing.programs import (
     Build,
-    ImageInput,
     check_layout,
     forward_program,
-    from_json,
     image_program,
     kind_of,
-    pixels_of,
 )
 from meshlib.simulation import Simulation, simulate
 from meshlib.storage.checkpoint import load

@@ -1,97 +1,36 @@
-"""What exported models are made of: configs, variables by name, forward passes, preprocessing of pictures."""
+"""Programs of exported models: variables by name, and forward passes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from layouts import Dimension, LayoutRules, Mesh
 from layouts.mesh import MeshLike
-from meshlib.core.arguments import at, items, number, shape_faults
-from meshlib.core.errors import CheckpointError, DataError, FeedError, GraphError, nearest
+from meshlib.core.arguments import at, shape_faults
+from meshlib.core.errors import GraphError
 from meshlib.core.graph import Graph
-from meshlib.layers.numerics import Numerics
-from meshlib.layers.positions import RotaryScaling
-from meshlib.layers.routing import Routing
 from meshlib.lowering import Program, Session, lower
 from meshlib.lowering.assigned import refuse_faults
 from meshlib.models.config import TransformerConfig
-from meshlib.models.config_parts import Experts, LatentAttention
 from meshlib.models.images.resnet import ResNetConfig
 from meshlib.models.images.step import ImageConfig, classifier
 from meshlib.models.images.tower import BATCH, image_dims
 from meshlib.models.images.vit import ViTConfig
 from meshlib.models.model import transformer
 from meshlib.models.serving import prefill
-from meshlib.ops.control.remat import Remat
 from meshlib.ops.control.sources import input as given
 from meshlib.ops.pointwise.reductions import softmax
-from meshlib.records.images import read_image
 from meshlib.simulation import Simulation, simulate
 from meshlib.storage.checkpoint import load
 
-TYPE = "type"
-RECORDS: MappingProxyType[str, type[Any]] = MappingProxyType(
-    {
-        record.__name__: record
-        for record in (
-            *(TransformerConfig, ResNetConfig, ViTConfig, Numerics, Experts, Routing, LatentAttention, Remat),
-            RotaryScaling,
-        )
-    }
-)
 SHOWN = 8  # faults listed in a message
 Config = TransformerConfig | ImageConfig | Mapping[str, Any]
 Build = Callable[..., Any]
-
-
-def as_json(value: object) -> Any:
-    """A record, or one of its field values, as JSON types.
-
-    Raises: TypeError for a value that has no such form.
-    """
-    if is_dataclass(value) and type(value).__name__ in RECORDS:
-        return {TYPE: type(value).__name__, **{f.name: as_json(getattr(value, f.name)) for f in fields(value)}}
-    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value) and TYPE not in value:
-        return {name: as_json(inner) for name, inner in value.items()}
-    if isinstance(value, tuple | list):
-        return [as_json(inner) for inner in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(f"{type(value).__name__} {value!r:.80} can't be written as JSON")
-
-
-def from_json(value: object, where: str) -> Any:
-    """The inverse of `as_json`, except that lists become tuples.
-
-    Raises: CheckpointError for an unknown record, or one with other fields; its message begins with `where`.
-    """
-    if isinstance(value, list):
-        return tuple(from_json(inner, where) for inner in value)
-    if not isinstance(value, Mapping):
-        return value
-    inside = {name: from_json(inner, where) for name, inner in value.items() if name != TYPE}
-    if TYPE not in value:
-        return inside
-    name = value[TYPE]
-    if not isinstance(name, str) or name not in RECORDS:
-        hint = nearest(name, RECORDS) if isinstance(name, str) else ""
-        raise CheckpointError(f"{where}: there is no config {name!r:.40}{hint}; known: {', '.join(RECORDS)}")
-    known = {f.name for f in fields(RECORDS[name])}
-    strange = [field for field in inside if field not in known]
-    if strange:
-        raise CheckpointError(f"{where}: {name} has no field {strange[0]!r:.40}{nearest(strange[0], known)}")
-    try:
-        return RECORDS[name](**inside)
-    except TypeError as fault:
-        raise CheckpointError(f"{where}: {fault}") from None
-
-
 Array = np.ndarray[Any, Any]
 
 
@@ -200,83 +139,3 @@ def image_program(config: ImageConfig, batch: int, mesh: MeshLike, layout: objec
         images = given("images", [Dimension(BATCH, batch), *image_dims(config)])
         logits, _ = classifier(config, images, False)
         return lower({"probabilities": softmax(logits, logits.shape.dim("classes"))}, mesh=mesh, layout=layout)
-
-
-@dataclass(frozen=True)
-class ImageInput:
-    """Normalisation of pixels, (pixel - mean) / deviation for pixels in 0 to 1, and names of classes.
-
-    Args:
-      mean, deviation: one number for all channels, or one per channel.
-      classes: their names, in the order of the logits; by default their numbers.
-    Raises: GraphError for other values.
-    Example:
-      >>> ImageInput((0.5,), (0.25,)).normalised(np.full((1, 1, 1), 255, np.uint8)).tolist()
-      [[[2.0]]]
-    """
-
-    mean: tuple[float, ...] = (0.0,)
-    deviation: tuple[float, ...] = (1.0,)
-    classes: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        what = "ImageInput"
-        for name in ("mean", "deviation"):
-            given = tuple(number(x, what, name) for x in items(getattr(self, name), what, name))
-            if not given or (name == "deviation" and min(given) <= 0):
-                raise GraphError(f"{at(what)}: {name} must be a positive number for each channel, got {given}")
-            object.__setattr__(self, name, given)
-        names = tuple(items(self.classes, what, "classes"))
-        if not all(isinstance(name, str) for name in names):
-            raise GraphError(f"{at(what)}: classes must be names, got {names!r:.80}")
-        object.__setattr__(self, "classes", names)
-
-    def check(self, channels: int, classes: int, what: str) -> None:
-        """Raise GraphError unless these fit a model of this many channels and classes."""
-        for name in ("mean", "deviation"):
-            count = len(getattr(self, name))
-            if count not in (1, channels):
-                raise GraphError(f"{at(what)}: images has {count} numbers of {name}, the model {channels} channels")
-        if self.classes and len(self.classes) != classes:
-            raise GraphError(f"{at(what)}: images names {len(self.classes)} classes, the model has {classes}")
-
-    def normalised(self, pixels: Array) -> Array:
-        """Pixels [height, width, channels], integers of 0 to 255 or floats of 0 to 1, as float32."""
-        scaled = pixels / np.float32(255) if pixels.dtype.kind in "ui" else pixels
-        normalised_pixels: Array = ((scaled - np.array(self.mean)) / np.array(self.deviation)).astype(np.float32)
-        return normalised_pixels
-
-
-def pixels_of(picture: object, sizes: Sequence[int], what: str) -> Array:
-    """A picture as an array [height, width, channels]: such an array as it is, or an image file resized to it.
-
-    A file is cropped at its centre to the aspect ratio, as in training: see `mtf.records.read_image`.
-    Raises: FeedError for an array of another shape or range, a file that is not a picture; MissingError without Pillow.
-    """
-    height, width, channels = sizes
-    if isinstance(picture, np.ndarray):
-        if picture.shape == (height, width) and channels == 1:
-            picture = picture[..., None]
-        if picture.shape != (height, width, channels) or picture.dtype.kind not in "uif":
-            raise FeedError(
-                f"{what}: expected a picture of shape {[height, width, channels]}, integers of 0 to 255 or floats of 0 "
-                f"to 1, got {picture.dtype} {list(picture.shape)}"
-            )
-        low, high = (picture.min(), picture.max()) if picture.size else (0, 0)
-        most = 1 if picture.dtype.kind == "f" else 255
-        if not (low >= 0 and high <= most):
-            raise FeedError(
-                f"{what}: the picture holds {low} to {high}; {picture.dtype} must be 0 to {most}, see mtf.ImageInput"
-            )
-        return picture
-    if not isinstance(picture, str | os.PathLike | bytes):
-        raise FeedError(
-            f"{what}: expected the path of a picture, its bytes or an array, got {type(picture).__name__} "
-            f"{picture!r:.80}"
-        )
-    if channels not in (1, 3):
-        raise FeedError(f"{what}: files of pictures have 1 or 3 channels, the model {channels}; give it an array")
-    try:
-        return read_image(picture, (height, width), channels)
-    except DataError as fault:
-        raise FeedError(f"{what}: {fault}") from None

@@ -24,7 +24,8 @@ from meshlib.data import Feed, Stats
 from meshlib.program.records import Program
 from meshlib.simulation import Simulation, simulate
 from meshlib.training.checkpoints import ON_DAMAGE, Keeper
-from meshlib.training.evaluation import Evaluation, Feeding, examples_of, feeding_of, feeds_of, single_numbers
+from meshlib.training.evaluation import Evaluation, feeds_of, single_numbers
+from meshlib.training.feeding import Feeding, examples_of, feeding_of
 from meshlib.training.history import TIMES, History, ProgressBar, Row
 from meshlib.training.signals import noted
 

@@ -12,7 +12,8 @@ import pytest
 
 import meshlib as mtf
 from meshlib.records.images import read_image
-from meshlib.sharing.programs import pixels_of, variables_of
+from meshlib.sharing.pictures import pixels_of
+from meshlib.sharing.programs import variables_of
 
 D = mtf.Dimension
 WORDS = mtf.BytePairs.learn("to be, or not to be: that is the question\n" * 2, 280)
@@ -188,7 +189,7 @@ def test_a_program_of_ones_own(tmp_path: Path) -> None:
     ],
 )
 def test_configs_come_back(config: Any) -> None:
-    from meshlib.sharing.programs import as_json, from_json
+    from meshlib.sharing.config_json import as_json, from_json
 
     back = from_json(json.loads(json.dumps(as_json(config))), "test")
     assert as_json(back) == as_json(config)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
-from meshlib.training.evaluation import examples_of, feeding_of
+from meshlib.training.feeding import examples_of, feeding_of
 from meshlib.training.history import TIMES
 from tests.effort import draws
 from tests.paths import ROOT
