@@ -285,10 +285,7 @@ def _recomputed(program: Program, live: list[Value]) -> Iterator[_Idea]:
 def _smaller_batch(
     program: Program, live: list[Value], kinds: Mapping[Value, str], peak: int, room_bytes: int
 ) -> Iterator[_Idea]:
-    """Half the batch, or enough microbatches to fit; the batch is the first dim of all inputs and no variable.
-
-    Where no number fits, the last that saves more than the error of such figures beyond half as many.
-    """
+    """Half the batch, or enough microbatches to fit; the batch is the first dim of all inputs and no variable."""
     given = {*program.inputs.values()}
     inputs = [v for v in given if v.local_shape.sizes]
     batch = _batch_dim(program, inputs)
@@ -310,18 +307,23 @@ def _smaller_batch(
     if not (program.updates and any(i.operation.region == BACKWARD for i in program.instructions)):
         return
     more = max(0, _sums_bytes(program) - sum(tiled_value_bytes(v) for v in live if kinds.get(v) == "gradients"))
-    useful, least = None, inf
-    for parts in takewhile(divides, (2**n for n in count(1))):
-        what = f"{parts} {MICROBATCHES} '{name}' (mtf.serialize_training_step, num_splits={parts})"
-        idea = _Idea(what, partial(of_rest, parts=parts), "batch", more)
-        needed = _peak(program, [idea])
-        if useful is None or needed + _ERROR * peak < least or needed + _ERROR * peak <= room_bytes:
-            useful = idea
-        if needed + _ERROR * peak <= room_bytes:
-            break
+    numbers = takewhile(divides, (2**n for n in count(1)))
+    what = f"{MICROBATCHES} '{name}' (mtf.serialize_training_step, num_splits="
+    ideas = (_Idea(f"{parts} {what}{parts})", partial(of_rest, parts=parts), "batch", more) for parts in numbers)
+    yield from _first_that_fits(program, ideas, peak, room_bytes)
+
+
+def _first_that_fits(program: Program, ideas: Iterable[_Idea], peak: int, room_bytes: int) -> list[_Idea]:
+    """The first of alternatives that fits; where none does, the last that saves more than the error of such figures."""
+    error, useful, least = _ERROR * peak, [], inf
+    for idea in ideas:
+        needed = _peak(program, [idea]) + error
+        if needed <= room_bytes:
+            return [idea]
+        if needed + error < least:
+            useful = [idea]
         least = min(least, needed)
-    if useful is not None:
-        yield useful
+    return useful
 
 
 def _batch_dim(program: Program, inputs: Sequence[Value]) -> Dimension | None:
