@@ -196,6 +196,8 @@ def _parts(roles: Sequence[AxisRole], sizes: Sequence[int], left: dict[str, int]
 
 def _only(rules: LayoutRules, mesh: Mapping[str, int]) -> LayoutRules:
     """The rules restricted to the axes of a mesh."""
+    if all(axis in mesh for axis in rules.axes):
+        return rules
     rules_left = []
     for rule in rules.rules:
         axes = tuple(axis for axis in rule.axes if axis in mesh)

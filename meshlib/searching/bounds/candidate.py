@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -249,17 +248,20 @@ class Bounds:
         parts = [c.layout.fitting(shape, c.mesh, scope).local_size / shape.size for shape, scope in self._homes]
         return total + self._stacked(c, self._excess_bytes(c, parts))
 
-    def _excess_bytes(self, c: Candidate, parts: Sequence[float]) -> Floats:
+    def _excess_bytes(self, c: Candidate, parts: Sequence[float] | Floats) -> Floats:
         """For each moment, the bytes of placed values beyond what they take where all axes split them that could.
 
         `parts`: the part that a device has of each of `_homes`.
         """
-        excess = {}
-        for (shape, scope), part in zip(self._homes, parts, strict=True):
-            names = self.passages.split(shape)
-            most = prod(size for dims, size in c.splits if names is None or not names.isdisjoint(dims))
-            excess[shape, scope] = max(0.0, part - 1 / most)
-        return np.array([sum(size * excess[home] for home, size in sizes.items()) for sizes in self.placed])
+        most = self._most_parts(c)[len(self._bytes) :]
+        excess = np.maximum(0.0, np.asarray(parts) - 1 / most)
+        return (self._placed_bytes * excess).sum(axis=1)
+
+    @cached_property
+    def _placed_bytes(self) -> Floats:
+        """Bytes on one device of [moment, each of `_homes`]."""
+        sizes = [[float(own.get(home, 0)) for home in self._homes] for own in self.placed]
+        return np.array(sizes).reshape(len(self.placed), len(self._homes))
 
     def least_bytes(self, c: Candidate) -> float:
         """At most `held_bytes`, at a fraction of its cost: assumes that every axis splits whatever it could split."""
@@ -283,8 +285,8 @@ class Bounds:
                 optional[dim] = np.maximum(optional.get(dim, 1.0), sizes)
         for sizes in optional.values():
             parts *= sizes
-        residents, homes = parts[: end - begin], (1 / parts[end - begin :]).tolist()
-        return float((self._bytes[begin:end] / residents).sum()) + self._stacked(c, self._excess_bytes(c, homes))
+        residents, homes = parts[: end - begin], parts[end - begin :]
+        return float((self._bytes[begin:end] / residents).sum()) + self._stacked(c, self._excess_bytes(c, 1 / homes))
 
     def _named_by(self, dims: Iterable[str], scope: str | None = None) -> Bools:
         """Which residents and placed values have any of these dims, in a scope or in all."""
@@ -304,20 +306,22 @@ class Bounds:
     def _stacked(self, c: Candidate, excess_bytes: Floats | float = 0.0) -> float:
         if not self._starts.size:
             return 0.0
-        return float((np.add.reduceat(self._bytes / self._most_parts(c), self._starts) + excess_bytes).max())
+        least = self._bytes / self._most_parts(c)[: len(self._bytes)]
+        return float((np.add.reduceat(least, self._starts) + excess_bytes).max())
 
     # ------------------------------------------------------------ what axes may split
 
     @cached_property
     def _cut(self) -> list[Names | None]:
-        """Dims that can split each entry: kernels, element-wise traffic, residents, then stacked values by moment."""
+        """Dims that can split kernels, element-wise traffic, residents, stacked values by moment, and `_homes`."""
         resident = [frozenset(shape.names) for shape, _, _ in self.resident]
         stacked = (names for sizes in self.moments for names in sizes)
-        return [*(k.dims for k in self.kernels), *(names for names, _ in self.elements), *resident, *stacked]
+        homes = (self.passages.split(shape) for shape, _ in self._homes)
+        return [*(k.dims for k in self.kernels), *(names for names, _ in self.elements), *resident, *stacked, *homes]
 
     @cached_property
     def _bytes(self) -> Floats:
-        """Bytes on one device of each entry."""
+        """Bytes on one device of each entry but those of `_homes`."""
         resident = [count * width * shape.size for (shape, _, width), count in self.resident.items()]
         stacked = [size for sizes in self.moments for size in sizes.values()]
         return np.array([0.0] * self._ends[1] + resident + stacked)
