@@ -92,17 +92,17 @@ def matmul_of(program: Program, instruction: Compute) -> Matmul:
         if once:  # windows over nothing but padding
             passes = local_work(program, instruction).mxu_flops // once
     dtype = mxu_dtype(instruction)
-    if p.groups > 1:
-        if p.groups_summed:
-            p = replace(p, contracted=_computed(p.contracted, p))
-        else:
-            p = replace(p, rows=_computed(p.rows, p))
+    p = with_shared_tiles(p)
     return Matmul(p.rows, p.contracted, p.columns, p.batch, dtype, passes, p.taps, p.beside, p.packs)
 
 
-def _computed(rows: int, product: Product) -> int:
-    """Sorted rows, with those of tiles shared by several groups counted for each."""
-    return product.runs * computed_rows(-(-rows // product.runs), product.groups)
+def with_shared_tiles(product: Product) -> Product:
+    """The product that a kernel computes: sorted rows in tiles shared by several groups count for each of them."""
+    if product.groups == 1:
+        return product
+    sorted_rows = product.contracted if product.groups_summed else product.rows
+    rows = product.runs * computed_rows(-(-sorted_rows // product.runs), product.groups)
+    return replace(product, contracted=rows) if product.groups_summed else replace(product, rows=rows)
 
 
 def in_ragged_tiles(matmul: Matmul, product: Compute, width: int) -> Matmul:

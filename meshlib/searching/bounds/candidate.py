@@ -255,10 +255,11 @@ class Bounds:
         """
         most = self._most_parts(c)[len(self._bytes) :]
         excess = np.maximum(0.0, np.asarray(parts) - 1 / most)
-        return (self._placed_bytes * excess).sum(axis=1)
+        total: Floats = (self._placed_bytes * excess).sum(axis=1)
+        return total
 
     @cached_property
-    def _placed_bytes(self) -> Floats:
+    def _placed_bytes(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
         """Bytes on one device of [moment, each of `_homes`]."""
         sizes = [[float(own.get(home, 0)) for home in self._homes] for own in self.placed]
         return np.array(sizes).reshape(len(self.placed), len(self._homes))

@@ -19,7 +19,14 @@ from meshlib.core.opdef import Factor
 from meshlib.estimation.time.kernel_times import Times
 from meshlib.estimation.time.physics import Physics
 from meshlib.estimation.work.kernels import Kernel as Work
-from meshlib.estimation.work.products import Attention, at_hand, matmul_of, operand_itemsizes, rows_first
+from meshlib.estimation.work.products import (
+    Attention,
+    at_hand,
+    matmul_of,
+    operand_itemsizes,
+    rows_first,
+    with_shared_tiles,
+)
 from meshlib.estimation.work.stored_values import Origins, held_values
 from meshlib.ops.contraction.einsum import EIGHT_BIT
 from meshlib.program.instructions import Compute, Instruction, Value
@@ -224,7 +231,7 @@ class Contraction:
         for n, f in enumerate(self._factors):
             if f.size == 1:
                 continue
-            part = self._cut_part({n: f.size})
+            part = self._cut_part({n: f.size}, False)
             sizes = {side: (getattr(self._uncut, side), getattr(part, side)) for side in ("m", "k", "n", "batch")}
             changed = [side for side, (whole, cut) in sizes.items() if whole != cut]
             if len(changed) != 1 or sizes[changed[0]][0] != f.size * sizes[changed[0]][1]:
@@ -234,7 +241,7 @@ class Contraction:
 
     @cached_property
     def _uncut(self) -> Matmul:
-        return self._cut_part({})  # without rows computed twice, where groups share tiles
+        return self._cut_part({}, False)
 
     @cached_property
     def _factors(self) -> Sequence[Factor]:
@@ -242,11 +249,14 @@ class Contraction:
 
     def _part(self, cuts: Mapping[int, int], rounds: bool) -> Matmul | None:
         """The product of one device if factors (by number) are cut into these many parts; None if sizes do not divide,
-        unless it `rounds` them."""
+        unless it `rounds` them.
+
+        Where sizes divide, those of operands are known, and with them the tiles that groups of sorted rows share.
+        """
         if not rounds and any(self._factors[n].size % parts for n, parts in cuts.items()):
             return None
-        if self.sides_of_factors is None:
-            return self._cut_part(cuts)
+        if self.sides_of_factors is None or (self._has_groups and not rounds):
+            return self._cut_part(cuts, not rounds)
         parts_of = {"m": 1, "k": 1, "n": 1, "batch": 1}
         for n, parts in cuts.items():
             if n in self.sides_of_factors:
@@ -254,8 +264,14 @@ class Contraction:
         m, k, n, batch = (-(-getattr(self._uncut, side) // parts) for side, parts in parts_of.items())
         return replace(self._uncut, m=m, k=k, n=n, batch=batch)
 
-    def _cut_part(self, cuts: Mapping[int, int]) -> Matmul:
-        """The product of operands and a result with some factors cut into parts."""
+    @cached_property
+    def _has_groups(self) -> bool:
+        """True if rows are sorted by group."""
+        return self._uncut != self._cut_part({}, True)
+
+    def _cut_part(self, cuts: Mapping[int, int], tiles: bool) -> Matmul:
+        """The product of operands and a result with some factors cut into parts; `tiles`: with the rows that are
+        computed twice, where groups share tiles."""
         op, factors = self.instruction.operation, self._factors
         inputs, (out, *_) = self.instruction.inputs, self.instruction.outputs
         types = [
@@ -265,6 +281,7 @@ class Contraction:
         result = _cut(out.local, {factors[n].outputs[0]: parts for n, parts in cuts.items()})
         assert op.opdef.product is not None
         p = op.opdef.product(tuple(types), result, op.attrs)
+        p = with_shared_tiles(p) if tiles else p
         return replace(self.whole, m=p.rows, k=p.contracted, n=p.columns, batch=p.batch)
 
     def timed(self, chip: Chip, physics: Physics, cuts: Mapping[int, int], moves: bool, rounds: bool) -> Timed:
