@@ -35,13 +35,17 @@ def collectives(est: mtf.Estimate) -> list:
 
 
 def test_hbm_owes_what_idle_time_has_not_served() -> None:
-    """Of 7 seconds, read and written by way of half of VMEM, 2 are served, then 4; one is left at the end."""
+    """Of 7 seconds, read and written by way of half of VMEM, 2 are served, then 4, then the last."""
     hbm = Hbm(most_seconds=1.0)
     hbm.owe(2.0)  # which VMEM holds
-    assert hbm.left(0.0) == 0.0
+    assert hbm.owed_seconds == 0.0
     hbm.owe(3.0)
     hbm.owe(4.0)
-    assert [hbm.left(seconds) for seconds in (2.0, 4.0, 5.0)] == [5.0, 1.0, 0.0]
+    owed = []
+    for seconds in (2.0, 4.0, 5.0):
+        hbm.idle(seconds)
+        owed.append(hbm.owed_seconds)
+    assert owed == [5.0, 1.0, 0.0]
 
 
 # ---------------------------------------------------------------- small collectives

@@ -55,11 +55,6 @@ class Hbm:
         hidden_seconds = start + time.seconds - end
         return time._replace(hidden_seconds=hidden_seconds) if hidden_seconds > 0 else time
 
-    def left(self, seconds: float) -> float:
-        """Seconds still owed after waiting `seconds` for collectives behind the last kernel."""
-        self.idle(seconds)
-        return self.owed_seconds
-
     def idle(self, seconds: float) -> None:
         """Use idle time for owed collective traffic first, then for prefetching."""
         if seconds <= 0.0:

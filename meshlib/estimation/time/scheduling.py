@@ -161,13 +161,14 @@ class _SchedulePass:
             if not self._postpone(unit):
                 self._place(unit)
         schedule = self.schedule
-        end = max([self.core + self.owed_seconds, *(e.end for e in schedule.events if e.copy is None)])
-        self.core = max(self._pay_debt(), self.core + self.hbm.left(end - self.core))
-        schedule.core_seconds = self.core + sum(self.times.of(u.kernel).seconds for u in self.postponed if u.kernel)
-        schedule.spare_seconds = self.hbm.spare_seconds or 0.0
+        later = sum(self.times.of(u.kernel).seconds for u in self.postponed if u.kernel)
+        schedule.core_seconds = self.core + max(self.owed_seconds, self.hbm.owed_seconds) + later
         while self.postponed:
             self._place_postponed(min(self.postponed, key=self._earliest_start))
-        schedule.seconds = max([self.core, *(e.end for e in schedule.events if e.copy is None)], default=0.0)
+        end = max([self.core + self.owed_seconds, *(e.end for e in schedule.events if e.copy is None)])
+        self.hbm.idle(end - self.core)
+        schedule.spare_seconds = self.hbm.spare_seconds or 0.0
+        schedule.seconds = end + self.hbm.owed_seconds
         sent = [(e.start, e.end) for e in schedule.events if e.move is not None]
         computed = [e for e in schedule.events if e.on_core]
         # A group that awaits the last piece of its operand computes at its end.
