@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from layouts.plan import Step
 from layouts.step_kinds import COLLECTIVE_PERMUTE, SLICE
@@ -244,7 +244,8 @@ class _Widening:
         rounds: dict[Root, bool] = {}
         for i in reversed(self.program.instructions):
             if isinstance(i, Compute):
-                margins_of_result = _without_roots(i.outputs[0], wants.get(i.outputs[0], []), roots)
+                of_users = wants.get(i.outputs[0])
+                margins_of_result = _without_roots(i.outputs[0], of_users, roots) if of_users else {}
                 if not margins_of_result and i not in covered:
                     continue
                 if not takes_margins(i.operation, self.factors_of(i), _split(i)):
@@ -273,20 +274,29 @@ class _Rewriter:
     def run(self) -> Program:
         program = self.widening.program
         for i in program.instructions:
-            if isinstance(i, Compute):
+            if self._is_affected(i):
                 for x, margins in zip(i.inputs, self._needs(i), strict=True):
                     if margins:
                         self.wanted.setdefault((x, self._phase(i)), []).append(margins)
         for i in program.instructions:
-            self.instructions.append(self._computed(i) if isinstance(i, Compute) else i)
+            self.instructions.append(self._computed(i) if self._is_affected(i) else self._plain(i))
         return remove_dead_code(program.with_instructions(self.instructions))
 
     def _phase(self, i: Compute) -> str:
         return phase(i.region, self.widening.across)
 
+    def _is_affected(self, i: Instruction) -> TypeGuard[Compute]:
+        """True if an instruction uses margins, or computes a result with them."""
+        return isinstance(i, Compute) and (i in self.covered or bool(self.made.get(i.outputs[0])))
+
     def _needs(self, i: Compute) -> list[Wide]:
-        margins = self.made.get(i.outputs[0], {})
-        return self.widening.needs(i, margins) if margins or i in self.covered else [{} for _ in i.inputs]
+        return self.widening.needs(i, self.made.get(i.outputs[0], {}))
+
+    def _plain(self, i: Instruction) -> Instruction:
+        """An instruction that is not affected."""
+        if not isinstance(i, Compute) or self.now.keys().isdisjoint(i.inputs):
+            return i
+        return replace(i, inputs=tuple([self.now.get(x, x) for x in i.inputs]))
 
     def _computed(self, i: Compute) -> Compute:
         inputs = tuple(self._version(x, margins, i) for x, margins in zip(i.inputs, self._needs(i), strict=True))
@@ -295,8 +305,6 @@ class _Rewriter:
             (y,) = outputs
             outputs = (Value(y.tensor, y.sharding, _in_order(y, margins)),)
             self.now[y] = outputs[0]
-        if inputs == i.inputs and outputs == i.outputs and i not in self.covered:
-            return i
         if i in self.covered:
             return replace(i, inputs=inputs, outputs=outputs, exchanges=(), reasons=())
         return replace(i, inputs=inputs, outputs=outputs)

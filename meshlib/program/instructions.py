@@ -202,7 +202,7 @@ class Compute(Instruction):
     @property
     def sent_bytes(self) -> int | float:
         """Bytes sent by the busiest device in one run, over all exchanges. Exact."""
-        return busiest_bytes((e, 1) for e in self.exchanges)
+        return busiest_bytes((e, 1) for e in self.exchanges) if self.exchanges else 0
 
 
 @dataclass(frozen=True, eq=False)
