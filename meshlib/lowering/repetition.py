@@ -178,7 +178,7 @@ def _extended(pairs: Mapping[int, int], times: int) -> dict[int, int]:
 def _wiring(simple: Simplified, labels: Mapping[Operation, Label], op: Operation, layer: int) -> Wiring:
     """Operands of an operation: results of orbits in relative layers, or outer tensors."""
     wiring: list[Reading] = []
-    for x in simple.inputs[op]:
+    for x in simple.inputs.get(op, ()):  # a variable that is only written has no entry
         label = labels.get(x.operation)
         wiring.append((x, 0, 0) if label is None else (label.orbit, label.layer - layer, x.operation.outputs.index(x)))
     return tuple(wiring)

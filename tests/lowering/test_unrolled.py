@@ -21,20 +21,28 @@ Built = tuple[dict[str, mtf.Tensor], list[mtf.Operation]]
 
 
 def chain(
-    width: Callable[[int], int] = lambda n: 16, middle: bool = False, layers: int = LAYERS, sums: bool = False
+    width: Callable[[int], int] = lambda n: 16,
+    middle: bool = False,
+    layers: int = LAYERS,
+    sums: bool = False,
+    units: bool = False,
 ) -> Built:
     """Dense layers with norms and dropout, one after another, and their update by Adam."""
     with mtf.Graph():
         x = mtf.input("x", [BATCH, D])
         mask = mtf.input("mask", [BATCH])
-        h, outputs = x, {}
+        h, outputs, units_written = x, {}, []
         for n in range(layers):
             f = mtf.Dimension("f", width(n))
             if sums:
                 first, second = (mtf.reduce_sum(f(h), output_shape=[D]) for f in (mtf.relu, mtf.square))
                 h = h + mtf.sigmoid(first) * mtf.tanh(second)
             normal = h * mtf.rsqrt(mtf.reduce_mean(mtf.square(h), output_shape=[BATCH]) + 1e-5) * mask
-            inner = mtf.relu(mtf.einsum([normal, mtf.variable(f"layer_{n}/wi", [D, f])], output_shape=[BATCH, f]))
+            wi = mtf.variable(f"layer_{n}/wi", [D, f])
+            if units:  # linked to other operations by the weight alone, which has no choice
+                unit = wi * mtf.rsqrt(mtf.reduce_mean(mtf.square(wi)))
+                units_written.append(mtf.assign(mtf.variable(f"layer_{n}/unit", [D, f], trainable=False), unit))
+            inner = mtf.relu(mtf.einsum([normal, wi], output_shape=[BATCH, f]))
             inner = mtf.dropout(inner, is_training=True, keep_prob=0.9)
             h = h + mtf.einsum([inner, mtf.variable(f"layer_{n}/wo", [f, D])], output_shape=[BATCH, D])
             h = h + mtf.variable(f"layer_{n}/bias", [D])
@@ -42,7 +50,7 @@ def chain(
                 outputs["middle"] = mtf.reduce_sum(h, name="middle")
         outputs["loss"] = mtf.reduce_mean(mtf.square(h), name="loss")
         updates = mtf.optimize.AdamOptimizer(1e-2).minimize(outputs["loss"])
-    return outputs, updates
+    return outputs, [*updates, *units_written]
 
 
 def random_layers(seed: int) -> Built:
@@ -162,6 +170,13 @@ def test_launches_of_several_sums_of_one_layer_are_repeated(monkeypatch: pytest.
     assert len([i for i in whole.instructions if len(i.outputs) > 1]) >= LAYERS
     assert inserted == 1
     assert content(short) == content(whole)
+
+
+def test_operations_without_links_are_priced_in_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    short, whole, inserted = both(monkeypatch, chain(units=True), "variables/d:rows;batch:cols")
+    assert inserted == 1
+    assert content(short) == content(whole)
+    assert short.choice == whole.choice
 
 
 @pytest.mark.parametrize("middle", [True, False], ids=["fetched", "too few alike"])
