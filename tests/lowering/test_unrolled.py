@@ -56,11 +56,11 @@ def chain(
 def random_layers(seed: int) -> Built:
     """Layers of random parts, with random skips over several layers, under a random optimizer or none."""
     rng = random.Random(seed)
-    parts = rng.sample(["norm", "batch norm", "bias", "softmax", "gate", "dropout", "sum", "global"], 2)
-    back, f = rng.choice([0, 0, 1, 2]), mtf.Dimension("f", 16)
+    parts = rng.sample(["norm", "batch norm", "bias", "softmax", "gate", "dropout", "sum", "global", "statistic"], 2)
+    back, reads, f = rng.choice([0, 0, 1, 2]), rng.random() < 0.5, mtf.Dimension("f", 16)
     with mtf.Graph():
         h, weights = mtf.input("x", [BATCH, D]), mtf.input("weights", [D])
-        states, aside = [h] * 3, mtf.reduce_mean(weights)
+        states, aside, statistics = [h] * 3, mtf.reduce_mean(weights), []
         for n in range(rng.randint(12, 20)):
             inner = mtf.relu(mtf.einsum([h, mtf.variable(f"layer_{n}/wi", [D, f])], output_shape=[BATCH, f]))
             r = mtf.einsum([inner, mtf.variable(f"layer_{n}/wo", [f, D])], output_shape=[BATCH, D])
@@ -83,12 +83,16 @@ def random_layers(seed: int) -> Built:
                         aside = aside + mtf.reduce_mean(mtf.square(r))
                     case "global":
                         r = r * weights
+                    case "statistic":
+                        mean = mtf.variable(f"layer_{n}/mean", [D], trainable=False)
+                        new = mtf.reduce_mean(r, output_shape=[D]) + (0.9 * mean if reads else 0)
+                        statistics.append(mtf.assign(mean, new))
             h = h + r + states[-back] if back else h + r
             states.append(h)
         loss = mtf.reduce_mean(mtf.square(h), name="loss") + 0.1 * aside
         optimizer = rng.choice([None, mtf.optimize.SgdOptimizer(0.1), mtf.optimize.AdamOptimizer(1e-2)])
         updates = [] if optimizer is None else optimizer.minimize(loss)
-    return {"loss": loss}, updates
+    return {"loss": loss}, [*updates, *statistics]
 
 
 def content(program: mtf.Program) -> Counter[object]:
