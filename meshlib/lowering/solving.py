@@ -19,8 +19,7 @@ TABLE_LIMIT = 2_000_000  # entries of a table, above which the search branches
 SMALL_TABLE = 100_000  # entries: eliminating a variable is cheaper than bounding it
 DIVE_TABLE = 100_000
 SWEEPS = 10  # of dual ascent, between prunings
-# Larger tables are more effective than further sweeps if these leave more of the values, and of the gap, than this.
-VALUES_LEFT, GAP_LEFT = 0.97, 0.9
+VALUES_LEFT = 0.97  # larger tables are more effective than further sweeps if these leave more of the values than this
 BRANCHES = 40  # maximum number
 BRANCH_REACH = 10**9  # entries: if eliminating any variable takes more, branching would not end
 
@@ -86,7 +85,7 @@ def _dive(graph: FactorGraph, core: Elimination, size: int) -> list[int]:
 
 def _attempt(problem: Elimination, best: _Incumbent, slack: float, limit: int) -> None:
     """Prune by the incumbent's cost plus `slack`, reduce, bound and dive in turn. Raises: TooLarge."""
-    graph, size, last_gap, dived = best.graph, SMALL_TABLE, inf, inf
+    graph, size, dived = best.graph, SMALL_TABLE, inf
     while problem.domain:
         before = sum(problem.size.values())
         most = best.cost + slack
@@ -94,13 +93,11 @@ def _attempt(problem: Elimination, best: _Incumbent, slack: float, limit: int) -
         if low >= best.cost - abs(slack):
             return
         problem.reduce(size)
-        gap = most - low
-        if sum(problem.size.values()) > VALUES_LEFT * before and not gap < GAP_LEFT * last_gap:
+        left = sum(problem.size.values())
+        if left > VALUES_LEFT * before:
             if size >= limit:
                 raise TooLarge
             size = min(size * 8, limit)
-        last_gap = gap
-        left = sum(problem.size.values())
         if problem.domain and raise_bound(problem, SWEEPS) <= most and 2 * left <= dived:
             # Dive again if that improved the incumbent, otherwise once half of the values are gone.
             dived = inf if best.offer(_dive(graph, problem, DIVE_TABLE)) else left
