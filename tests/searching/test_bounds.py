@@ -337,6 +337,29 @@ def test_a_bound_counts_products_of_experts() -> None:
             assert 0.92 * step < bound <= step
 
 
+@pytest.mark.parametrize("sizes", [(8192, 8, 4096), (1024, 256, 512)], ids=["full tiles", "short tiles"])
+@each("rules", ["experts:data", "rows:data", "d:data", "f:data", ""])
+def test_a_bound_counts_the_tiles_that_groups_share_on_a_device(rules: str, sizes: tuple[int, int, int]) -> None:
+    """A device with one of eight groups of sorted rows has an eighth of the rows, but none of the shared tiles; one
+    with an eighth of the rows of all groups has most of these tiles, and smaller ones of few rows."""
+    rows, experts, d = (mtf.Dimension(*of) for of in zip(("rows", "experts", "d"), sizes, strict=True))
+    f = mtf.Dimension("f", d.size)
+
+    def build() -> tuple[dict[str, mtf.Tensor], list[mtf.Operation]]:
+        x, ends = mtf.input("x", [rows, d], dtype="bfloat16"), mtf.input("sizes", [experts], dtype="int32")
+        weights = [mtf.variable(f"w{n}", [experts, d, f], dtype="bfloat16") for n in range(3)]
+        sums = [mtf.reduce_sum(mtf.ragged_dot(x, w, ends, rows, experts)) for w in weights]
+        return {"total": mtf.add_n(sums)}, []
+
+    problem = problem_of(build, (), (), ())
+    c = laid((), Slice("v5p-16"), mtf.Mesh("data:8"), LayoutRules(rules), problem.named)
+    step = problem.estimate(c).step_seconds
+    for bounds in (problem.bounds, problem.bounds_under(c)):
+        assert max(bounds.seconds(c), bounds.critical_path_seconds(c), *bounds.core_time_seconds([c])) <= step
+        if rules == "rows:data" and rows.size > 1024:
+            assert bounds.seconds(c) > 0.9 * step
+
+
 def test_a_bound_on_memory_knows_how_carries_lie() -> None:
     """A loop that computes its layers again stacks its carries, which a second rule for their batch does not split."""
     config = mtf.models.preset("llama3.1-8b").replace(layers=8, vocab=256, d_model=512, d_ff=512)

@@ -121,7 +121,8 @@ class Bounds:
             kind = ProductKernel(dims, "bf16", attention)
             if attention is None:
                 of = contractions[i]
-                kind = ProductKernel(dims, mxu_dtype(i), None, of.whole, of.factors(passages), of.operands)
+                factors = of.factors(passages)
+                kind = ProductKernel(dims, mxu_dtype(i), None, of.whole, factors, of.operands, of.sorted_rows)
             count, beside = kernels.get(kind, (0, NOTHING))
             kernels[kind] = count + times, beside.joined(traffic.beside.get(i, NOTHING), times)
         held: Counter[tuple[Shape, str, float]] = Counter()

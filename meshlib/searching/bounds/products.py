@@ -15,7 +15,7 @@ from hardware.core import Work as Engines
 from hardware.memory import hbm_rate, hbm_seconds
 from layouts import Shape
 from meshlib.core.graph import TensorType
-from meshlib.core.opdef import Factor
+from meshlib.core.opdef import Factor, Product
 from meshlib.estimation.time.kernel_times import Times
 from meshlib.estimation.time.physics import Physics
 from meshlib.estimation.work.kernels import Kernel as Work
@@ -105,10 +105,15 @@ def _read_for(value: Value, maker: Mapping[Value, Instruction]) -> Iterator[Valu
         yield from _read_for(x, maker)
 
 
+GROUPS, RUNS = "groups", "runs"
+SIDES = ("m", "k", "n", "batch", GROUPS, RUNS)
+
+
 @dataclass(frozen=True)
 class SplitFactor:
     """A factor that may split a product: the dims whose rules may bring an axis to it (None: any), its size (0 if that
-    depends on the layout), and the side of the product that it is part of: "m", "k", "n" or "batch"."""
+    depends on the layout), and the side of the product that it is part of, one of `SIDES`: of rows sorted by group, the
+    groups and the runs are sides too."""
 
     names: Names | None
     size: int
@@ -120,7 +125,8 @@ class ProductKernel:
     """All products of one kind, or all attention of one kind.
 
     `dims`: that can split them; `dtype`: of the MXU; `product`: on one device; `factors`: of it, None where it
-    is unknown which side of the product they belong to; `operands`: if they are known to be read.
+    is unknown which side of the product they belong to; `operands`: if they are known to be read; `sorted_rows`: the
+    product without the rows that are computed twice because groups share tiles, None without groups.
     """
 
     dims: Names | None
@@ -129,6 +135,30 @@ class ProductKernel:
     product: Matmul | None = None
     factors: tuple[SplitFactor, ...] | None = None
     operands: Operands | None = None
+    sorted_rows: Product | None = None
+
+    @property
+    def untiled(self) -> Matmul:
+        """The product without the rows that are computed twice."""
+        assert self.product is not None
+        p = self.sorted_rows
+        if p is None:
+            return self.product
+        return replace(self.product, k=p.contracted) if p.groups_summed else replace(self.product, m=p.rows)
+
+    def cut(self, parts: Mapping[str, int]) -> Matmul:
+        """At most the product of one device, if the sides are cut into so many parts."""
+        p, whole = self.sorted_rows, self.untiled
+        part = replace(whole, **{side: -(-getattr(whole, side) // parts[side]) for side in SIDES[:4]})
+        if p is None:
+            return part
+        side = "k" if p.groups_summed else "m"
+        rows = max(1, getattr(whole, side) // (parts[side] * parts[GROUPS] * parts[RUNS]))
+        if max(parts.values()) == 1 or all(f.size for f in self.factors or ()):
+            fewer = replace(p, groups=max(1, p.groups // parts[GROUPS]), runs=max(1, p.runs // parts[RUNS]))
+            fewer = with_shared_tiles(replace(fewer, rows=rows, contracted=rows))
+            rows = fewer.contracted if p.groups_summed else fewer.rows
+        return replace(part, **{side: rows})
 
     def seconds(self, chip: Chip, physics: Physics) -> tuple[float, float] | None:
         """Seconds of one attention on one device without launch, and the part lost when a split rounds its scores down.
@@ -218,10 +248,24 @@ class Contraction:
                 continue
             names = [name for name in (*f.operands, *f.outputs) if name is not None]
             if laid.isdisjoint(names):
-                factors.append(SplitFactor(passages.reached(names), f.size, sides[n]))
+                factors.append(SplitFactor(passages.reached(names), f.size, self._split_side(n)))
             else:  # any axis may split it, and every size divides 0
-                factors.append(SplitFactor(None, 0, sides[n]))
+                factors.append(SplitFactor(None, 0, self._split_side(n)))
         return tuple(factors)
+
+    def _split_side(self, n: int) -> str:
+        """The side that a factor is part of, one of `SIDES`."""
+        assert self.sides_of_factors is not None
+        whole, part = self._product({}), self._product({n: self._factors[n].size})
+        if part.groups != whole.groups:
+            return GROUPS
+        return RUNS if part.runs != whole.runs else self.sides_of_factors[n]
+
+    @property
+    def sorted_rows(self) -> Product | None:
+        """The whole product if it has groups of rows, without the rows that are computed twice."""
+        whole = self._product({})
+        return whole if whole.groups > 1 else None
 
     @cached_property
     def sides_of_factors(self) -> Mapping[int, str] | None:
@@ -255,7 +299,7 @@ class Contraction:
         """
         if not rounds and any(self._factors[n].size % parts for n, parts in cuts.items()):
             return None
-        if self.sides_of_factors is None or (self._has_groups and not rounds):
+        if self.sides_of_factors is None or (self.sorted_rows and not rounds):
             return self._cut_part(cuts, not rounds)
         parts_of = {"m": 1, "k": 1, "n": 1, "batch": 1}
         for n, parts in cuts.items():
@@ -264,14 +308,13 @@ class Contraction:
         m, k, n, batch = (-(-getattr(self._uncut, side) // parts) for side, parts in parts_of.items())
         return replace(self._uncut, m=m, k=k, n=n, batch=batch)
 
-    @cached_property
-    def _has_groups(self) -> bool:
-        """True if rows are sorted by group."""
-        return self._uncut != self._cut_part({}, True)
-
     def _cut_part(self, cuts: Mapping[int, int], tiles: bool) -> Matmul:
         """The product of operands and a result with some factors cut into parts; `tiles`: with the rows that are
         computed twice, where groups share tiles."""
+        p = with_shared_tiles(self._product(cuts)) if tiles else self._product(cuts)
+        return replace(self.whole, m=p.rows, k=p.contracted, n=p.columns, batch=p.batch)
+
+    def _product(self, cuts: Mapping[int, int]) -> Product:
         op, factors = self.instruction.operation, self._factors
         inputs, (out, *_) = self.instruction.inputs, self.instruction.outputs
         types = [
@@ -280,9 +323,7 @@ class Contraction:
         ]
         result = _cut(out.local, {factors[n].outputs[0]: parts for n, parts in cuts.items()})
         assert op.opdef.product is not None
-        p = op.opdef.product(tuple(types), result, op.attrs)
-        p = with_shared_tiles(p) if tiles else p
-        return replace(self.whole, m=p.rows, k=p.contracted, n=p.columns, batch=p.batch)
+        return op.opdef.product(tuple(types), result, op.attrs)
 
     def timed(self, chip: Chip, physics: Physics, cuts: Mapping[int, int], moves: bool, rounds: bool) -> Timed:
         """One device's part if factors (by number) are cut into these many parts; infinite if sizes do not divide.

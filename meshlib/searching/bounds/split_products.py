@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from typing import TypeAlias
@@ -12,11 +12,10 @@ from hardware.core import vpu_rate
 from hardware.memory import hbm_seconds
 from meshlib.estimation.time.kernel_times import Times
 from meshlib.searching.bounds.elements import Passing
-from meshlib.searching.bounds.products import ProductKernel, product_seconds
+from meshlib.searching.bounds.products import SIDES, ProductKernel, product_seconds
 
 Splits: TypeAlias = tuple[tuple[frozenset[str], int], ...]  # for each axis, the dims that it may split, and its size
-Cuts: TypeAlias = tuple[int, int, int, int]  # numbers of parts of rows, depth, columns and batch
-SIDES = ("m", "k", "n", "batch")
+Cuts: TypeAlias = tuple[int, ...]  # numbers of parts of `SIDES`
 NO_SIDE = len(SIDES)
 
 
@@ -70,7 +69,7 @@ class SplitProducts:
             cuts = [1] * (NO_SIDE + 1)
             for side, (_, size) in zip(sides, axes, strict=True):
                 cuts[side] *= size
-            key = cuts[0], cuts[1], cuts[2], cuts[3]
+            key = tuple(cuts[:NO_SIDE])
             if (n, key) not in self._cut:
                 self._cut[n, key] = self._part_seconds(n, key)
             least = min(least, self._cut[n, key])
@@ -79,12 +78,13 @@ class SplitProducts:
     def _part_seconds(self, n: int, cuts: Cuts) -> float:
         """One device's part: the longer of computation, and of HBM traffic that nothing can prefetch."""
         kernel, count, beside = self.kernels[n]
-        whole, chip = kernel.product, self.times.chip
-        assert whole is not None
+        chip = self.times.chip
         if kernel.factors is None:
             rate = chip.peak_flops(kernel.dtype) / chip.devices_per_chip * chip.mxu_efficiency
+            whole = kernel.product if prod(cuts) == 1 else kernel.untiled
+            assert whole is not None
             return whole.flops / max(rate, vpu_rate(chip)) / prod(cuts)
-        part = replace(whole, **{side: -(-getattr(whole, side) // c) for side, c in zip(SIDES, cuts, strict=True)})
+        part = kernel.cut(dict(zip(SIDES, cuts, strict=True)))
         mxu, vpu = product_seconds(chip, part)
         seconds = max(mxu and self.times.in_step_seconds([part], mxu), vpu)
         if kernel.operands is None or not self.moves:
