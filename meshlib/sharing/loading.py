@@ -26,13 +26,7 @@ from meshlib.sharing.config_json import from_json
 from meshlib.sharing.exporting import BYTES, MEMBERS, OWN_FILE
 from meshlib.sharing.manifests import CONFIG, FORMAT, VERSION, check_holds_model
 from meshlib.sharing.pictures import ImageInput, pixels_of
-from meshlib.sharing.programs import (
-    Build,
-    check_layout,
-    forward_program,
-    image_program,
-    kind_of,
-)
+from meshlib.sharing.programs import Build, check_layout, forward_program, image_program, kind_of
 from meshlib.simulation import Simulation, simulate
 from meshlib.storage.checkpoint import load
 
