@@ -76,9 +76,14 @@ def blocks(page: str) -> tuple[Block, ...]:
 
 
 def differing(shown: str, printed: str) -> list[str]:
-    """The lines of an output shown on a page that are not printed; abridged ones, with "...", are left out."""
-    lines = {line.rstrip() for line in printed.splitlines()}
-    return [line for line in shown.splitlines() if "..." not in line and line.rstrip() and line.rstrip() not in lines]
+    """The lines of an output shown on a page that are not printed; "..." stands for any text of a line, or lines."""
+    lines = [line.rstrip() for line in printed.splitlines()]
+
+    def is_printed(line: str) -> bool:
+        pattern = re.compile(".*".join(map(re.escape, line.rstrip().split("..."))))
+        return any(map(pattern.fullmatch, lines))
+
+    return [line for line in shown.splitlines() if line.strip() and not is_printed(line)]
 
 
 def run_python(page: str, deep: bool) -> dict[str, object]:
