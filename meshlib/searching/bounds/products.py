@@ -141,24 +141,12 @@ class ProductKernel:
     def untiled(self) -> Matmul:
         """The product without the rows that are computed twice."""
         assert self.product is not None
-        p = self.sorted_rows
-        if p is None:
-            return self.product
-        return replace(self.product, k=p.contracted) if p.groups_summed else replace(self.product, m=p.rows)
+        return self.product if self.sorted_rows is None else _sized(self.product, self.sorted_rows)
 
     def cut(self, parts: Mapping[str, int]) -> Matmul:
         """At most the product of one device, if the sides are cut into so many parts."""
-        p, whole = self.sorted_rows, self.untiled
-        part = replace(whole, **{side: -(-getattr(whole, side) // parts[side]) for side in SIDES[:4]})
-        if p is None:
-            return part
-        side = "k" if p.groups_summed else "m"
-        rows = max(1, getattr(whole, side) // (parts[side] * parts[GROUPS] * parts[RUNS]))
-        if max(parts.values()) == 1 or all(f.size for f in self.factors or ()):
-            fewer = replace(p, groups=max(1, p.groups // parts[GROUPS]), runs=max(1, p.runs // parts[RUNS]))
-            fewer = with_shared_tiles(replace(fewer, rows=rows, contracted=rows))
-            rows = fewer.contracted if p.groups_summed else fewer.rows
-        return replace(part, **{side: rows})
+        known = max(parts.values()) == 1 or all(f.size for f in self.factors or ())
+        return _cut_sides(self.untiled, self.sorted_rows, parts, known)
 
     def seconds(self, chip: Chip, physics: Physics) -> tuple[float, float] | None:
         """Seconds of one attention on one device without launch, and the part lost when a split rounds its scores down.
@@ -171,6 +159,27 @@ class ProductKernel:
         mxu, vpu, bare = Times(chip, physics).attention_seconds(self.attention)
         seconds = max(mxu, vpu) + bare
         return seconds, seconds / max(1, self.attention.scores)
+
+
+def _sized(matmul: Matmul, product: Product) -> Matmul:
+    """A product with other sizes."""
+    return replace(matmul, m=product.rows, k=product.contracted, n=product.columns, batch=product.batch)
+
+
+def _cut_sides(untiled: Matmul, sorted_rows: Product | None, parts: Mapping[str, int], tiles: bool) -> Matmul:
+    """A product whose sides are cut into so many parts, rounded up; with `tiles` sorted rows are rounded down, and have
+    those that are computed twice, where groups share tiles."""
+    side = "k" if sorted_rows is not None and sorted_rows.groups_summed else "m"
+    cuts = {name: parts[name] for name in SIDES[:4]}
+    cuts[side] *= parts[GROUPS] * parts[RUNS]
+    m, k, n, batch = (-(-getattr(untiled, name) // cut) for name, cut in cuts.items())
+    part = replace(untiled, m=m, k=k, n=n, batch=batch)
+    if sorted_rows is None or not tiles:
+        return part
+    rows = max(1, getattr(untiled, side) // cuts[side])
+    groups, runs = (max(1, getattr(sorted_rows, name) // parts[name]) for name in (GROUPS, RUNS))
+    tiled = with_shared_tiles(replace(sorted_rows, rows=rows, contracted=rows, groups=groups, runs=runs))
+    return replace(part, k=tiled.contracted) if sorted_rows.groups_summed else replace(part, m=tiled.rows)
 
 
 @dataclass(frozen=True)
@@ -248,44 +257,41 @@ class Contraction:
                 continue
             names = [name for name in (*f.operands, *f.outputs) if name is not None]
             if laid.isdisjoint(names):
-                factors.append(SplitFactor(passages.reached(names), f.size, self._split_side(n)))
+                factors.append(SplitFactor(passages.reached(names), f.size, sides[n]))
             else:  # any axis may split it, and every size divides 0
-                factors.append(SplitFactor(None, 0, self._split_side(n)))
+                factors.append(SplitFactor(None, 0, sides[n]))
         return tuple(factors)
 
-    def _split_side(self, n: int) -> str:
-        """The side that a factor is part of, one of `SIDES`."""
-        assert self.sides_of_factors is not None
-        whole, part = self._product({}), self._product({n: self._factors[n].size})
-        if part.groups != whole.groups:
-            return GROUPS
-        return RUNS if part.runs != whole.runs else self.sides_of_factors[n]
+    @cached_property
+    def sides_of_factors(self) -> Mapping[int, str] | None:
+        """The side of the product, one of `SIDES`, that each factor of more than one element is a part of; None if one
+        is no whole part of a side."""
+        sides, whole = {}, self.untiled
+        for n, f in enumerate(self._factors):
+            if f.size == 1:
+                continue
+            product = self._product({n: f.size})
+            part = _sized(self.whole, product)
+            changed = [side for side in SIDES[:4] if getattr(whole, side) != getattr(part, side)]
+            if len(changed) != 1 or getattr(whole, changed[0]) != f.size * getattr(part, changed[0]):
+                return None
+            fewer = [side for side in (GROUPS, RUNS) if getattr(product, side) != getattr(self._uncut, side)]
+            sides[n] = (fewer or changed)[0]
+        return sides
+
+    @cached_property
+    def _uncut(self) -> Product:
+        return self._product({})
+
+    @cached_property
+    def untiled(self) -> Matmul:
+        """The whole product without the rows that are computed twice, where groups share tiles."""
+        return _sized(self.whole, self._uncut)
 
     @property
     def sorted_rows(self) -> Product | None:
         """The whole product if it has groups of rows, without the rows that are computed twice."""
-        whole = self._product({})
-        return whole if whole.groups > 1 else None
-
-    @cached_property
-    def sides_of_factors(self) -> Mapping[int, str] | None:
-        """The side of the product that each factor of more than one element is a part of; None if one is no whole part
-        of rows, columns, depth or batch."""
-        sides = {}
-        for n, f in enumerate(self._factors):
-            if f.size == 1:
-                continue
-            part = self._cut_part({n: f.size}, False)
-            sizes = {side: (getattr(self._uncut, side), getattr(part, side)) for side in ("m", "k", "n", "batch")}
-            changed = [side for side, (whole, cut) in sizes.items() if whole != cut]
-            if len(changed) != 1 or sizes[changed[0]][0] != f.size * sizes[changed[0]][1]:
-                return None
-            sides[n] = changed[0]
-        return sides
-
-    @cached_property
-    def _uncut(self) -> Matmul:
-        return self._cut_part({}, False)
+        return self._uncut if self._uncut.groups > 1 else None
 
     @cached_property
     def _factors(self) -> Sequence[Factor]:
@@ -299,22 +305,17 @@ class Contraction:
         """
         if not rounds and any(self._factors[n].size % parts for n, parts in cuts.items()):
             return None
-        if self.sides_of_factors is None or (self.sorted_rows and not rounds):
-            return self._cut_part(cuts, not rounds)
-        parts_of = {"m": 1, "k": 1, "n": 1, "batch": 1}
-        for n, parts in cuts.items():
+        if self.sides_of_factors is None:
+            product = self._product(cuts)
+            return _sized(self.whole, product if rounds else with_shared_tiles(product))
+        parts = dict.fromkeys(SIDES, 1)
+        for n, count in cuts.items():
             if n in self.sides_of_factors:
-                parts_of[self.sides_of_factors[n]] *= parts
-        m, k, n, batch = (-(-getattr(self._uncut, side) // parts) for side, parts in parts_of.items())
-        return replace(self._uncut, m=m, k=k, n=n, batch=batch)
-
-    def _cut_part(self, cuts: Mapping[int, int], tiles: bool) -> Matmul:
-        """The product of operands and a result with some factors cut into parts; `tiles`: with the rows that are
-        computed twice, where groups share tiles."""
-        p = with_shared_tiles(self._product(cuts)) if tiles else self._product(cuts)
-        return replace(self.whole, m=p.rows, k=p.contracted, n=p.columns, batch=p.batch)
+                parts[self.sides_of_factors[n]] *= count
+        return _cut_sides(self.untiled, self.sorted_rows, parts, not rounds)
 
     def _product(self, cuts: Mapping[int, int]) -> Product:
+        """The product of operands and a result with some factors cut into parts, each row computed once."""
         op, factors = self.instruction.operation, self._factors
         inputs, (out, *_) = self.instruction.inputs, self.instruction.outputs
         types = [
