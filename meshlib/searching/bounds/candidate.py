@@ -122,7 +122,7 @@ class Bounds:
             if attention is None:
                 of = contractions[i]
                 factors = of.factors(passages)
-                kind = ProductKernel(dims, mxu_dtype(i), None, of.whole, factors, of.operands, of.sorted_rows)
+                kind = ProductKernel(dims, mxu_dtype(i), None, of.untiled, factors, of.operands, of.sorted_rows)
             count, beside = kernels.get(kind, (0, NOTHING))
             kernels[kind] = count + times, beside.joined(traffic.beside.get(i, NOTHING), times)
         held: Counter[tuple[Shape, str, float]] = Counter()

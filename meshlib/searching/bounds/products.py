@@ -124,9 +124,9 @@ class SplitFactor:
 class ProductKernel:
     """All products of one kind, or all attention of one kind.
 
-    `dims`: that can split them; `dtype`: of the MXU; `product`: on one device; `factors`: of it, None where it
-    is unknown which side of the product they belong to; `operands`: if they are known to be read; `sorted_rows`: the
-    product without the rows that are computed twice because groups share tiles, None without groups.
+    `dims`: that can split them; `dtype`: of the MXU; `product`: on one device, each row computed once; `factors`: of
+    it, None where it is unknown which side of the product they belong to; `operands`: if they are known to be read;
+    `sorted_rows`: the product if its rows are sorted by group.
     """
 
     dims: Names | None
@@ -137,16 +137,11 @@ class ProductKernel:
     operands: Operands | None = None
     sorted_rows: Product | None = None
 
-    @property
-    def untiled(self) -> Matmul:
-        """The product without the rows that are computed twice."""
-        assert self.product is not None
-        return self.product if self.sorted_rows is None else _sized(self.product, self.sorted_rows)
-
     def cut(self, parts: Mapping[str, int]) -> Matmul:
         """At most the product of one device, if the sides are cut into so many parts."""
         known = max(parts.values()) == 1 or all(f.size for f in self.factors or ())
-        return _cut_sides(self.untiled, self.sorted_rows, parts, known)
+        assert self.product is not None
+        return _cut_sides(self.product, self.sorted_rows, parts, known)
 
     def seconds(self, chip: Chip, physics: Physics) -> tuple[float, float] | None:
         """Seconds of one attention on one device without launch, and the part lost when a split rounds its scores down.
@@ -256,10 +251,8 @@ class Contraction:
             if n not in sides:
                 continue
             names = [name for name in (*f.operands, *f.outputs) if name is not None]
-            if laid.isdisjoint(names):
-                factors.append(SplitFactor(passages.reached(names), f.size, sides[n]))
-            else:  # any axis may split it, and every size divides 0
-                factors.append(SplitFactor(None, 0, sides[n]))
+            known = laid.isdisjoint(names)  # otherwise any axis may split it, and every size divides 0
+            factors.append(SplitFactor(passages.reached(names) if known else None, f.size if known else 0, sides[n]))
         return tuple(factors)
 
     @cached_property

@@ -81,9 +81,8 @@ class SplitProducts:
         chip = self.times.chip
         if kernel.factors is None:
             rate = chip.peak_flops(kernel.dtype) / chip.devices_per_chip * chip.mxu_efficiency
-            whole = kernel.product if prod(cuts) == 1 else kernel.untiled
-            assert whole is not None
-            return whole.flops / max(rate, vpu_rate(chip)) / prod(cuts)
+            assert kernel.product is not None
+            return kernel.product.flops / max(rate, vpu_rate(chip)) / prod(cuts)
         part = kernel.cut(dict(zip(SIDES, cuts, strict=True)))
         mxu, vpu = product_seconds(chip, part)
         seconds = max(mxu and self.times.in_step_seconds([part], mxu), vpu)
