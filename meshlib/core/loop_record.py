@@ -122,7 +122,6 @@ class Timing(Protocol):
     @property
     def summary(self) -> str:
         """The schedule in one line."""
-        ...
 
     def stage_runs(self, branches: Mapping[str, float], rest: float) -> Sequence[Sequence[TimedTask]]:
         """Per stage, its tasks in order of time, from 0 at the start of the loop.
@@ -131,7 +130,6 @@ class Timing(Protocol):
           branches: seconds of one run of each branch, by its kind.
           rest: seconds of the remaining work of a trip.
         """
-        ...
 
 
 @dataclass(frozen=True, eq=False)

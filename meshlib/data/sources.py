@@ -201,11 +201,9 @@ class Decode(Protocol):
 
     def __call__(self, data: bytes) -> Example:
         """The example of one record."""
-        ...
 
     def columns(self, records: Sequence[bytes]) -> Batch | None:
         """The examples of many records, stacked; None if they must be read one by one."""
-        ...
 
 
 class Records(Source):

@@ -20,11 +20,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> Sequence[int]:
         """The tokens of a text."""
-        ...
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""
-        ...
 
 
 class ByteTokenizer:

@@ -21,7 +21,6 @@ class RunContext(Protocol):
 
     def in_trip(self, trip: int) -> Self:
         """This context inside one trip of a loop."""
-        ...
 
 
 C = TypeVar("C", bound=RunContext)

@@ -18,15 +18,9 @@ from meshlib.models.images.vit import ViTConfig
 from meshlib.ops.control.remat import Remat
 
 TYPE = "type"
-RECORDS: MappingProxyType[str, type[Any]] = MappingProxyType(
-    {
-        record.__name__: record
-        for record in (
-            *(TransformerConfig, ResNetConfig, ViTConfig, Numerics, Experts, Routing, LatentAttention, Remat),
-            RotaryScaling,
-        )
-    }
-)
+_MODELS = (TransformerConfig, ResNetConfig, ViTConfig)
+_PARTS = (Numerics, Experts, Routing, LatentAttention, Remat, RotaryScaling)
+RECORDS: MappingProxyType[str, type[Any]] = MappingProxyType({kind.__name__: kind for kind in (*_MODELS, *_PARTS)})
 
 
 def as_json(value: object) -> Any:

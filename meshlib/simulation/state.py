@@ -97,23 +97,18 @@ class Processes(Protocol):
 
     def write(self, file: BinaryIO, places: Mapping[str, tuple[int, Shape, DType]]) -> dict[str, int]:
         """Write this process's tensors to a file opened by the first process; returns their CRC-32s."""
-        ...
 
     def follow(self, places: Mapping[str, tuple[int, Shape, DType]]) -> None:
         """Take part in `write`, from the other processes."""
-        ...
 
     def agree(self, fault: str | None) -> None:
         """Wait for all processes; raise CheckpointError if one has failed."""
-        ...
 
     def mine(self, names: Sequence[str]) -> list[str]:
         """The tensors that this process checks for damage."""
-        ...
 
     def blocks(self, path: str, places: Mapping[str, tuple[int, Shape, DType]]) -> dict[str, Array]:
         """Tensors of a file, reading only the parts that are needed."""
-        ...
 
 
 class State(MutableMapping[str, Array]):

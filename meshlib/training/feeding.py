@@ -25,11 +25,9 @@ class Feeding(Protocol):
 
     def state(self) -> dict[str, Any]:
         """The current position."""
-        ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a position."""
-        ...
 
 
 class _OfBatches:

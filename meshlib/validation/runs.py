@@ -23,14 +23,7 @@ from meshlib.models import PRESETS, Experts, TransformerConfig
 from meshlib.validation.experts import experts_of, with_experts
 from meshlib.validation.machine import axes_of, slice_of
 from meshlib.validation.measured import flops_per_token, local_layers, measured, parameters
-from meshlib.validation.policies import (
-    NOTHING_TWICE,
-    NotExpressed,
-    Policy,
-    lightest,
-    policy_in,
-    policy_of,
-)
+from meshlib.validation.policies import NOTHING_TWICE, NotExpressed, Policy, lightest, policy_in, policy_of
 from meshlib.validation.recipes import loss_blocks, with_kernels
 from meshlib.validation.submissions import UNKNOWN, Submission, submission_of
 

@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 from hardware import CHIPS, collectives, network, point_plans, ring_plans
 from hardware.checks import HardwareError
 from hardware.events import Links, Message, MessagePlan, simulate
-from hardware.network import (
-    KINDS,
-    Demand,
-    best_placement,
-    collective_cost,
-    ici_links,
-)
+from hardware.network import KINDS, Demand, best_placement, collective_cost, ici_links
 from hardware.placement import CORES, DCN, Placement, PlacementFactor, placements
 from hardware.sharing import together_seconds
 from hardware.slices import Slice

@@ -27,16 +27,7 @@ from meshlib.program.instructions import Compute, Instruction, Loop, Value
 from meshlib.program.records import Program
 from tests.cases import CASES, IDLE, Array, Case, dims
 from tests.effort import deep, draws, each, some
-from tests.oracle import (
-    UNSHARDED,
-    Layout,
-    assert_close,
-    directions,
-    draw_layout,
-    needed,
-    numeric_slope,
-    run,
-)
+from tests.oracle import UNSHARDED, Layout, assert_close, directions, draw_layout, needed, numeric_slope, run
 
 each_case = each("case", CASES, parts=12)
 # One row of each operation, which is tried under more layouts; those in which the MXU rounds are all tried.

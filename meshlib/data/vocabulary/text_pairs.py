@@ -31,11 +31,9 @@ class Encoder(Protocol):
     @property
     def end(self) -> int:
         """The token after a text."""
-        ...
 
     def encode(self, text: str) -> Sequence[int]:
         """The tokens of a text."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
