@@ -35,7 +35,8 @@ from meshlib.program.records import Program
 Nears: TypeAlias = Mapping[Operation, Near]  # see `near_shifts`
 Choose: TypeAlias = Callable[[Problem], Chosen]
 Trial: TypeAlias = Callable[[Tensor], tuple[Sharding, Makers]]
-Lowered: TypeAlias = Callable[[Simplified, Homes, Nears, bool], Program]
+Start: TypeAlias = Callable[[Simplified, Homes, Nears], Partitioner]  # choices only
+Finish: TypeAlias = Callable[[Partitioner, bool], Program]  # whether halos are shared across phases
 PASSES = (remove_dead_code, share_halos, join_gathers, merge_small_collectives, order_and_fuse)
 LITTLE = 1e-3  # of the bytes sent: smaller savings are not worth a second search
 MOST_MEMORY = 1.125  # largest acceptable increase of memory for sending less
@@ -91,13 +92,15 @@ class Lowering:
         """The whole program, every operation lowered separately."""
         homes = Homes(simple.graph, self.mesh, self.rules, self.regather, known_traits=self.memos.traits)
 
-        def lowered(simple: Simplified, homes: Homes, near: Nears, across: bool) -> Program:
-            returned = {name: simple.of(t) for name, t in fetched.items()}
-            sweep = self._sweep(simple, homes, returned.values(), near)
-            outputs = {name: sweep.at_home(t) for name, t in returned.items()}
+        def start(simple: Simplified, homes: Homes, near: Nears) -> Partitioner:
+            return self._sweep(simple, homes, [simple.of(t) for t in fetched.values()], near)
+
+        def finish(sweep: Partitioner, across: bool) -> Program:
+            sweep.run()
+            outputs = {name: sweep.at_home(sweep.graph.of(t)) for name, t in fetched.items()}
             return self._finished(sweep, sweep.inputs, outputs, counts_steps, self.notes, across)
 
-        return self._cheapest(simple, homes, fetched.values(), lowered)
+        return self._cheapest(simple, homes, fetched.values(), start, finish)
 
     def body(
         self,
@@ -113,13 +116,16 @@ class Lowering:
             return self._bodies[key]
         simple = self.memos.simplified(graph, results, taken=True)
 
-        def lowered(simple: Simplified, homes: Homes, near: Nears, across: bool) -> Program:
-            returned = [simple.of(t) for t in results]
-            bound = {t: end for t, end in zip(returned, ends, strict=True) if end is not None}
+        def start(simple: Simplified, homes: Homes, near: Nears) -> Partitioner:
+            bound = {simple.of(t): end for t, end in zip(results, ends, strict=True) if end is not None}
             for t, end in bound.items():
                 if t.operation.opdef.kind is not Kind.INPUT:
                     homes.bind(t, end)
-            sweep = self._sweep(simple, homes, bound, near)
+            return self._sweep(simple, homes, bound, near)
+
+        def finish(sweep: Partitioner, across: bool) -> Program:
+            sweep.run()
+            returned = [sweep.graph.of(t) for t in results]
             placed = [sweep.as_is(t) if s is None else sweep.at(t, s) for t, s in zip(returned, ends, strict=True)]
             outputs = {f"{v.tensor.name} ({n})": v for n, v in enumerate(placed)}
             for name in names:
@@ -128,7 +134,7 @@ class Lowering:
             inputs = {name: sweep.inputs[name] for name in names}
             return self._finished(sweep, inputs, outputs, False, (), across, is_body=True)
 
-        program = self._bodies[key] = self._cheapest(simple, homes, results, lowered)
+        program = self._bodies[key] = self._cheapest(simple, homes, results, start, finish)
         return program
 
     def trial(self, graph: Graph, homes: Homes, results: Sequence[Tensor], bound: Sequence[Tensor]) -> Trial:
@@ -136,7 +142,9 @@ class Lowering:
         key = (graph, tuple(results), tuple(bound), *self._inherited(graph, homes))
         if key not in self._trials:
             simple = self.memos.simplified(graph, results, taken=False)
-            places = self._sweep(simple, homes, [simple.of(t) for t in bound]).places
+            sweep = self._sweep(simple, homes, [simple.of(t) for t in bound])
+            sweep.run()
+            places = sweep.places
             made = {t: (places.made(t).sharding, places.makers.get(t, {})) for t in places.instances}
             self._trials[key] = lambda t: made[simple.of(t)]
         return self._trials[key]
@@ -146,14 +154,16 @@ class Lowering:
         """Everything that a loop's body inherits from the outer graph."""
         return [*(homes.of(op.output) for op in graph.inputs.values()), *homes.destinations.items()]
 
-    def _cheapest(self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor], lowered: Lowered) -> Program:
+    def _cheapest(
+        self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor], start: Start, finish: Finish
+    ) -> Program:
         """The graph as written, or with derived sums if that is cheaper and takes little more memory."""
-        best = self._with_best_halos(simple, homes, lowered)
+        best = self._with_best_halos(simple, homes, start, finish)
         sharing = self.memos.sharing(simple, split_sums(simple, homes), [simple.of(t) for t in fetched])
         if sharing is not None and 2 * sharing.bytes > LITTLE * best.sent_bytes:
             if not self.shares:
                 raise Irregular
-            other = self._with_best_halos(sharing.graph, replace(homes, graph=sharing.graph.graph), lowered)
+            other = self._with_best_halos(sharing.graph, replace(homes, graph=sharing.graph.graph), start, finish)
             best = other if self._is_better(other, best) else best
         return best
 
@@ -172,18 +182,21 @@ class Lowering:
             return program.sent_bytes
         return sum(c.count * (c.sent_bytes * axes_price(c.axes, prices) + start) for c in program.collectives)
 
-    def _with_best_halos(self, simple: Simplified, homes: Homes, lowered: Lowered) -> Program:
+    def _with_best_halos(self, simple: Simplified, homes: Homes, start: Start, finish: Finish) -> Program:
         """The program that sends less: with shifts priced separately, or as sharing their halos.
 
         Forward's halos serve backward, too, if they are kept: that takes a copy with margins.
         """
-        best = lowered(simple, homes, {}, False)
+        first = start(simple, homes, {})
+        best = finish(first, False)
         tried: Nears = {}
         for across in (False, *([] if self.regather else [True])):
             near = near_shifts(simple, homes, self.memos.signatures, across)
             if near != tried:
-                tried, other = near, lowered(simple, homes, near, across)
-                best = other if other.sent_bytes < best.sent_bytes else best
+                tried, sweep = near, start(simple, homes, near)
+                if across or not sweep.chosen.is_same(first.chosen):
+                    other = finish(sweep, across)
+                    best = other if other.sent_bytes < best.sent_bytes else best
         return best
 
     def _sweep(
@@ -192,11 +205,9 @@ class Lowering:
         memos, fetched = self.memos, set(fetched)
         bind_terms(simple, homes, fetched)
         body = Body(self.body, self.trial)
-        sweep = Partitioner(
+        return Partitioner(
             simple, homes, memos.prices(self.balance), memos.signatures, fetched, body, near or {}, self.choose
         )
-        sweep.run()
-        return sweep
 
     def _finished(
         self,

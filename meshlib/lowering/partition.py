@@ -45,12 +45,11 @@ class Partitioner:
     def __post_init__(self) -> None:
         self.loops = Loops(self.graph, self.homes, self.fetched, self.body)
         self.places = Places(self.graph, self.homes, self.signatures, self.prices.balance)
+        problem = Problem(self.graph, self.homes, self.prices, self.signatures, self.fetched, self.loops, self.near)
+        self.chosen = self.places.chosen = self.choose(problem)
 
     def run(self) -> None:
         """Lower every operation, in order."""
-        problem = Problem(self.graph, self.homes, self.prices, self.signatures, self.fetched, self.loops, self.near)
-        self.chosen = self.choose(problem)
-        self.places.chosen = self.chosen
         for op in self.graph.operations:
             match op.opdef.kind:
                 case Kind.INPUT | Kind.VARIABLE:
@@ -100,14 +99,14 @@ class Partitioner:
     def _copy(self, op: Operation) -> None:
         """Copy between device and host memory, block by block."""
         (x,) = self.graph.inputs[op]
-        (choice,) = self.chosen.choices[op]
+        ((choice,),) = self.chosen.runs[op]
         value = self.places.use(x, choice.operands[0], op.region, op)
         copy = Value(op.output, value.sharding)
         self.places.instructions.append(Compute(op, (value,), (copy,), op.region, choice.assignment))
         self._settle(copy)
 
     def _compute(self, op: Operation) -> None:
-        first, *others = self.chosen.choices[op]
+        first, *others = self.chosen.runs[op][0]
         for value in self.places.compute(op, first, op.region):
             self._settle(value)
         for choice in others:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from meshlib.lowering.loops import Loops
 from meshlib.lowering.recomputation import Free, blockwise_choice
 from meshlib.lowering.simplification import Simplified
 from meshlib.lowering.solving import solve
-from meshlib.lowering.strategies import Choice, Choices, Space
+from meshlib.lowering.strategies import Choice, Space
 from meshlib.lowering.strategy_costs import Strategy, StrategySet
 from meshlib.lowering.values import Values, ValuesKey
 from meshlib.program.signature import Signatures
@@ -233,22 +233,18 @@ class Problem:
 
     # ------------------------------------------------------------ result
 
-    def _choices(self, solution: Solution) -> Choices:
-        """The choices of each operation."""
-        chosen: dict[Operation, tuple[Choice, ...]] = {op: (choice,) for op, choice in self.at_home.items()}
-        chosen.update((op, self._chosen(solution, op, 0)) for op in self.values)
-        return chosen
-
-    def _chosen(self, solution: Solution, op: Operation, r: int) -> tuple[Choice, ...]:
-        """The choices of an operation in the r-th of its regions."""
-        if r >= len(self.variables[op]):
-            return ()
-        variable = self.variables[op][r]
-        strategies = self.values[op].parts[r][0 if variable is None else solution.values[variable]]
-        return tuple([s.choice for s in strategies])
+    def _runs(self, op: Operation, solution: Solution) -> Sequence[tuple[Choice, ...]]:
+        """The choices of an operation in each of its regions."""
+        if op in self.at_home:
+            return [(self.at_home[op],)]
+        return [
+            tuple([s.choice for s in part[0 if variable is None else solution.values[variable]]])
+            for variable, part in zip(self.variables[op], self.values[op].parts, strict=True)
+        ]
 
     def chosen(self, solution: Solution) -> Chosen:
         """The choices of a solution, and its copies."""
+        runs = {op: self._runs(op, solution) for op in (*self.at_home, *self.values)}
 
         @cache
         def tree(t: Tensor) -> CopyTree:
@@ -258,22 +254,28 @@ class Problem:
             op = t.operation
             if t in self.free:
                 return self._blockwise(op, wanted)
-            for r, name in enumerate(self.regions[op] if op in self.values else ()):
+            for r, name in enumerate(self.regions[op][: len(runs.get(op, ()))]):
                 if name == region and r:
-                    return next((c for c in self._chosen(solution, op, r) if c.out == wanted), None)
+                    return next((c for c in runs[op][r] if c.out == wanted), None)
             return None
 
-        return Chosen(self._choices(solution), tree, again, max(0.0, solution.cost - solution.bound))
+        return Chosen(runs, tuple(self.copies), tree, again, max(0.0, solution.cost - solution.bound))
 
 
 class Chosen(NamedTuple):
     """How a graph is lowered; `excess` are the bytes above the lower bound."""
 
-    choices: Choices
+    # For each operation and each of its regions, the choices under which it runs there: two if each computes a copy.
+    runs: Mapping[Operation, Sequence[tuple[Choice, ...]]]
+    copied: Sequence[Tensor]  # tensors with trees of copies
     tree: Callable[[Tensor], CopyTree]  # from which copy each copy of a tensor is made
     # How a region computes a tensor again under a sharding, if it does.
     again: Callable[[Tensor, str, Sharding], Choice | None]
     excess: float
+
+    def is_same(self, other: Chosen) -> bool:
+        """True if another choice for the same graph leads to the same instructions."""
+        return self.runs == other.runs and all(self.tree(t) == other.tree(t) for t in {*self.copied, *other.copied})
 
 
 def best_choices(problem: Problem) -> Chosen:

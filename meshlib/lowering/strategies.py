@@ -44,10 +44,6 @@ class Choice:
         return tuple((a, f) for f, axes in self.axes.items() for a in axes)
 
 
-# How each operation runs in its region: under one choice, or under two if each computes a copy.
-Choices: TypeAlias = Mapping[Operation, tuple[Choice, ...]]
-
-
 @dataclass(eq=False)
 class Space:
     """The axes that may split each dim of each operation, and over which each tensor may be pending.

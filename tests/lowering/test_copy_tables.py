@@ -18,7 +18,7 @@ from meshlib.lowering.copy_trees import Copy
 from meshlib.lowering.distances import distances
 from meshlib.lowering.elimination import Elimination, FactorGraph, Solution
 from meshlib.lowering.partition import Partitioner
-from meshlib.lowering.problem import Problem
+from meshlib.lowering.problem import Chosen, Problem
 from meshlib.lowering.solving import solve
 from meshlib.lowering.values import SharedValues
 from meshlib.program.instructions import Move
@@ -166,15 +166,21 @@ def test_trees_reach_all_users_at_the_price_of_the_tables(used: str, regather: b
 
 def test_programs_send_what_was_priced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reshards of each tensor with tables against these and its binding; large copies serve their region alone."""
-    solved: list[tuple[Problem, Solution]] = []
+    solved: list[tuple[Problem, Solution, Chosen]] = []
     swept: list[Partitioner] = []
     chosen, run = Problem.chosen, Partitioner.run
-    monkeypatch.setattr(Problem, "chosen", lambda self, found: solved.append((self, found)) or chosen(self, found))
+
+    def noted(self: Problem, solution: Solution) -> Chosen:
+        solved.append((self, solution, chosen(self, solution)))
+        return solved[-1][2]
+
+    monkeypatch.setattr(Problem, "chosen", noted)
     monkeypatch.setattr(Partitioner, "run", lambda self: (run(self), swept.append(self)))
     for n in (*range(draws(20, 300)), 301336, 301991, 301997):
         p = pair(n)
         mtf.lower(p.outputs, p.updates, p.mesh, p.layout)
-    for (problem, solution), sweep in zip(solved, swept, strict=True):
+    for sweep in swept:
+        problem, solution = next((p, s) for p, s, chosen in solved if chosen is sweep.chosen)
         sent = dict.fromkeys(problem.copies, 0.0)
         region = {y: i.operation.region for i in sweep.places.instructions for y in i.outputs}
         for i in sweep.places.instructions:
@@ -186,6 +192,6 @@ def test_programs_send_what_was_priced(monkeypatch: pytest.MonkeyPatch) -> None:
             if copies.tables is None:
                 continue
             priced = copies.tables.graph.cost([solution.values[v] for v in copies.variables])
-            results = [choice.out for choice in sweep.chosen.choices.get(t.operation, ())]
+            results = [choice.out for choice in sweep.chosen.runs.get(t.operation, [()])[0]]
             priced += sum(problem._settled(t, s)[0] for s in results if len(t.operation.outputs) == 1)
             assert sent[t] <= priced + 1e-9
