@@ -225,9 +225,7 @@ class Problem:
         strategies = []
         for n, s in enumerate(dict.fromkeys(targets)):
             cost, at = self._settled(op.output, s)
-            split: dict[str, tuple[str, ...]] = {}
-            for a, f in _block_axes(s):
-                split[f] = (*split.get(f, ()), a)
+            split = {d.name: axes for d, axes in zip(s.shape, s.axes, strict=True) if axes}
             strategies.append(Strategy(Choice(split, (s,), s, (), ((),)), cost + STRAY * (n > 0), at, cost))
         return StrategySet(strategies)
 
@@ -282,8 +280,3 @@ def best_choices(problem: Problem) -> Chosen:
     """The choices of the best program."""
     problem.build()
     return problem.chosen(solve(problem.factors))
-
-
-def _block_axes(sharding: Sharding) -> tuple[tuple[str, str], ...]:
-    """The assignment of an operation that computes each block of its result from the existing block alone."""
-    return tuple((a, d.name) for d, axes in zip(sharding.shape, sharding.axes, strict=True) for a in axes)

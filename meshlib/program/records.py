@@ -20,7 +20,7 @@ from meshlib.core.graph import Operation, Tensor
 from meshlib.core.opdef import Kind, Work
 from meshlib.core.shown import Shown
 from meshlib.core.text import bytes_text, clipped
-from meshlib.program.exchanges import Exchange, busiest_bytes
+from meshlib.program.exchanges import busiest_bytes
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
 
 if TYPE_CHECKING:
@@ -154,14 +154,8 @@ class Program(Shown):
         May be less than the sum over collectives, if their busiest devices differ: for two blocks that exchange halos,
         each sends one.
         """
-        rings: int | float = 0
-        uneven: list[tuple[Exchange, int]] = []
-        for i, _, times in walk(self):
-            if exchanges := i.uneven:
-                uneven += [(e, times) for e in exchanges]
-            else:
-                rings += times * i.sent_bytes
-        return rings + busiest_bytes(uneven)
+        rings = sum(times * i.sent_bytes for i, _, times in walk(self) if not i.uneven)
+        return rings + busiest_bytes((e, times) for i, _, times in walk(self) for e in i.uneven)
 
     @cached_property
     def to_host_bytes(self) -> int:

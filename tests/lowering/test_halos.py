@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import pytest
 import meshlib as mtf
 from meshlib.lowering import one_layout
 from meshlib.lowering.halos import share_halos
+from meshlib.lowering.problem import Chosen
 from meshlib.program.checker import check_program
 from meshlib.program.exchanges import Margin, needed_margins
 from meshlib.program.instructions import Commit, Compute, Instruction, Value, Widen
@@ -220,6 +222,25 @@ def test_random_programs() -> None:
                 assert_close(run(shared, feeds, executor)[0], wanted, 1e-10, (str(chosen), executor))
     assert saved > 200
     assert corners
+
+
+def test_programs_that_are_not_written_twice_would_be_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, is_same, outcomes = np.random.default_rng(2), Chosen.is_same, []
+
+    def noted(self: Chosen, other: Chosen) -> bool:
+        outcomes.append(is_same(self, other))
+        return outcomes[-1]
+
+    for _ in range(draws(12, 400)):
+        outputs, _ = drawn(rng)
+        where = draw_layout(rng, ["h", "w", "h", "w", "a"])
+        programs = []
+        for compared in (noted, lambda self, other: False):
+            monkeypatch.setattr(Chosen, "is_same", compared)
+            with contextlib.suppress(mtf.LayoutError):
+                programs.append(str(lowered(outputs, where, without=False)))
+        assert len({*programs}) <= 1
+    assert {*outcomes} == {True, False}
 
 
 def lowered(outputs: dict[str, mtf.Tensor], chosen, without: bool) -> Program:
