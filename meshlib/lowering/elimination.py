@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from meshlib.lowering.cost_tables import Floats, Ints, dominated, marginal, minimum
 
 Scope: TypeAlias = tuple[int, ...]  # variables, ascending
+Positions: TypeAlias = dict[tuple[int, ...], int]
 T = TypeVar("T")
 
 MOST_NEIGHBOURS = 40  # of an eliminated variable, limited by the number of array axes
@@ -107,7 +108,7 @@ class _Eliminated(NamedTuple):
     domains: list[Ints]  # of the neighbours
     axes: Sequence[tuple[int, ...]]  # of each table: 0 is the variable, 1 its first neighbour
     tables: list[Floats]
-    known: dict[tuple[int, ...], int]  # minimising positions by the neighbours' positions; shared with equal tables
+    known: Positions  # minimising positions by the neighbours' positions; shared with equal tables
 
     def value(self, values: Sequence[int]) -> int:
         """The minimising value, given its neighbours' `values`."""
@@ -221,7 +222,9 @@ class Elimination:
         axes = tuple([tuple(map(whole.index, one)) for one in own])
         tables = [self.take(one) for one in own]
         sizes = tuple([self.size[u] for u in whole])
-        least, known = self.shared.of(("least", axes, sizes), tables, partial(_minimised, sizes, axes, tables))
+        least, known = self.shared.of(
+            ("least", axes, sizes), tables, lambda: (minimum(sizes, axes, tables), Positions())
+        )
         domains = [self.domain[u] for u in scope]
         self.trail.append(_Eliminated(v, self.domain[v], scope, domains, axes, tables, known))
         self._leave(v)
@@ -330,13 +333,6 @@ def _place(domain: Ints, value: int) -> int:
     if value < len(domain) and domain[value] == value:
         return value
     return int(domain.searchsorted(value))
-
-
-def _minimised(
-    sizes: tuple[int, ...], axes: Sequence[tuple[int, ...]], tables: Sequence[Floats]
-) -> tuple[Floats, dict[tuple[int, ...], int]]:
-    """The minimum over the first variable, and an empty cache of minimising positions (`_Eliminated.known`)."""
-    return minimum(sizes, axes, tables), {}
 
 
 def _only(table: Floats, axis: int) -> Floats:

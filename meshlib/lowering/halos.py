@@ -305,9 +305,8 @@ class _Rewriter:
             (y,) = outputs
             outputs = (Value(y.tensor, y.sharding, _in_order(y, margins)),)
             self.now[y] = outputs[0]
-        if i in self.covered:
-            return replace(i, inputs=inputs, outputs=outputs, exchanges=(), reasons=())
-        return replace(i, inputs=inputs, outputs=outputs)
+        apart = replace(i, exchanges=(), reasons=()) if i in self.covered else i
+        return replace(apart, inputs=inputs, outputs=outputs)
 
     def _version(self, x: Value, margins: Wide, user: Compute) -> Value:
         """`x` with at least these margins, widened if necessary."""

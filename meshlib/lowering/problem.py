@@ -233,8 +233,6 @@ class Problem:
 
     def _runs(self, op: Operation, solution: Solution) -> Sequence[tuple[Choice, ...]]:
         """The choices of an operation in each of its regions."""
-        if op in self.at_home:
-            return [(self.at_home[op],)]
         return [
             tuple([s.choice for s in part[0 if variable is None else solution.values[variable]]])
             for variable, part in zip(self.variables[op], self.values[op].parts, strict=True)
@@ -242,7 +240,8 @@ class Problem:
 
     def chosen(self, solution: Solution) -> Chosen:
         """The choices of a solution, and its copies."""
-        runs = {op: self._runs(op, solution) for op in (*self.at_home, *self.values)}
+        runs: dict[Operation, Sequence[tuple[Choice, ...]]] = {op: [(c,)] for op, c in self.at_home.items()}
+        runs.update((op, self._runs(op, solution)) for op in self.values)
 
         @cache
         def tree(t: Tensor) -> CopyTree:
