@@ -140,7 +140,9 @@ def _config(model: Mapping[str, Any], precision: str) -> ResNetConfig:
     name = str(model.get("name") or "")
     known = resnet_name(name)
     if not known:
-        raise NotExpressed(f"training of networks such as {name[:40]!r} is not expressed as rows yet")
+        if any(network in name.lower() for network in ("retinanet", "biggan")):
+            raise NotExpressed("it states no seconds of a step; `meshlib validate --talks` compares its whole duration")
+        raise NotExpressed(f"the library has no model such as {name[:40]!r}")
     config = IMAGE_PRESETS[known]
     assert isinstance(config, ResNetConfig)
     size = model.get("image") or config.height

@@ -227,7 +227,7 @@ def dimensions(row: Row) -> tuple[dict[str, Any], tuple[str, ...]]:
     model: dict[str, Any] = dict(stated) if isinstance(stated, Mapping) else {"name": stated or ""}
     arch = str(model.get("arch", ""))
     if model.get("op"):
-        raise NotExpressed(f"the operation {str(model['op'])[:60]!r} is not expressed as rows yet")
+        raise NotExpressed(f"it measures the operation {str(model['op'])[:60]!r}, not a model")
     if arch.startswith("encoder-decoder"):
         raise NotExpressed("it does not say how long the sequences on either side are")
     if "heads" in model:
