@@ -284,6 +284,6 @@ def _alternatives(plans: Sequence[PlannedLayout]) -> list[Alternative]:
     for n, plan in enumerate(plan for plan in plans if plan.est is not None):
         assert plan.est is not None
         choices = " ".join(f"{name} {value}" for name, value in plan.choices.items())
-        step, peak = plan.est.step_seconds, plan.est.memory.peak_bytes
-        options.append(Alternative(f"{plan.name} on {plan.mesh}", step, peak, plan.est.fits, n == 0, choices))
+        step, needed = plan.est.step_seconds, plan.est.memory.needed_bytes
+        options.append(Alternative(f"{plan.name} on {plan.mesh}", step, needed, plan.est.fits, n == 0, choices))
     return options

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshlib.core.text import bytes_text, seconds_text
-from meshlib.report.markup import EXACT, MODELLED, folding_table, paragraph, section, text
+from meshlib.report.markup import MODELLED, folding_table, paragraph, section, text
 from meshlib.report.svg import Picture, Scale, binary_ticks
 from meshlib.searching import Found
 
@@ -19,13 +19,13 @@ class Alternative:
 
     Attributes:
       name: mesh and layout, or their preset's name; choices: further differences, such as "remat full".
-      step_seconds: modelled; peak_bytes, fits: exact.
+      step_seconds, needed_bytes (of the compiled step), fits: modelled.
       chosen: whether the page is about it; why: the reason why it loses, or "".
     """
 
     name: str
     step_seconds: float
-    peak_bytes: float
+    needed_bytes: float
     fits: bool
     chosen: bool = False
     choices: str = ""
@@ -41,8 +41,8 @@ def pareto_front(alternatives: Sequence[Alternative]) -> list[Alternative]:
       ['a', 'b']
     """
     front: list[Alternative] = []
-    for a in sorted((a for a in alternatives if a.fits), key=lambda a: (a.step_seconds, a.peak_bytes)):
-        if not front or a.peak_bytes < front[-1].peak_bytes:
+    for a in sorted((a for a in alternatives if a.fits), key=lambda a: (a.step_seconds, a.needed_bytes)):
+        if not front or a.needed_bytes < front[-1].needed_bytes:
             front.append(a)
     return front
 
@@ -51,18 +51,25 @@ def alternatives(options: Sequence[Alternative], capacity_bytes: float, certific
     """The section of alternatives; "" if there is only one."""
     if len(options) < 2:
         return ""
-    rows = [_row(n, a) for n, a in enumerate(options[:MOST], start=1)]
-    ids = [f"alternative-{n}" for n in range(1, len(rows) + 1)]
-    head = ("", f"step {MODELLED}", f"peak {EXACT}", "", "layout", "choices", "why not")
-    listed = folding_table(head, rows, SHOWN, "", (0, 1, 2), ids, sortable=True, long=(4, 6))
     proof = paragraph(text(certificate)) if certificate else ""
-    return section("alternatives", "Alternatives", scatter(options, capacity_bytes), proof, listed)
+    return section("alternatives", "Alternatives", scatter(options, capacity_bytes), proof, ranking(options[:MOST]))
+
+
+def ranking(options: Sequence[Alternative], linked: bool = True) -> str:
+    """The table of alternatives, without empty columns; `linked`: discs of the picture link to its rows."""
+    rows = [_row(n, a) for n, a in enumerate(options, start=1)]
+    head = ("", f"step {MODELLED}", f"needs {MODELLED}", "layout", "choices", "why not")
+    filled = [k for k in range(len(head)) if any(row[k] for row in rows)]
+    shown = [tuple(row[k] for k in filled) for row in (head, *rows)]
+    long = [k for k, title in enumerate(shown[0]) if title in ("layout", "why not")]
+    ids = [f"alternative-{n}" for n in range(1, len(rows) + 1)] if linked else ()
+    return folding_table(shown[0], shown[1:], SHOWN, "", (0, 1, 2), ids, sortable=linked, long=long)
 
 
 def scatter(options: Sequence[Alternative], capacity_bytes: float, linked: bool = True) -> str:
     """The picture: time to the right, memory upwards, the Pareto front, and the memory of a device."""
     picture = Picture(460, 300, label="alternatives by step time and memory")
-    times, sizes = [a.step_seconds for a in options], [a.peak_bytes for a in options]
+    times, sizes = [a.step_seconds for a in options], [a.needed_bytes for a in options]
     top = min(max(sizes), 4 * capacity_bytes)  # far larger ones are drawn at the upper edge
     spread = max(times) - min(times) or max(times)
     across = Scale((max(0.0, min(times) - 0.08 * spread), max(times) + 0.08 * spread), (picture.left, picture.right))
@@ -73,33 +80,26 @@ def scatter(options: Sequence[Alternative], capacity_bytes: float, linked: bool 
     picture.line(picture.left, y, picture.right, y, "limit", f"capacity {bytes_text(capacity_bytes)}")
     picture.text(picture.right - 4, y - 4, f"capacity {bytes_text(capacity_bytes)}", anchor="end")
     front = pareto_front(options)
-    steps = [(across(a.step_seconds), up(a.peak_bytes)) for a in front]
+    steps = [(across(a.step_seconds), up(a.needed_bytes)) for a in front]
     ends = [*(x for x, _ in steps[1:]), picture.right]
     corners = [p for (x, y), after in zip(steps, ends, strict=False) for p in ((x, y), (after, y))]
     if corners:
         picture.path(corners, "front", title="nothing is both faster and smaller")
     for n, a in reversed(list(enumerate(options, start=1))):
-        about = f"{a.name} {a.choices}: {seconds_text(a.step_seconds)}, {bytes_text(a.peak_bytes)}. {a.why}"
+        about = f"{a.name} {a.choices}: {seconds_text(a.step_seconds)}, {bytes_text(a.needed_bytes)}. {a.why}"
         class_ = "option" + (" chosen" if a.chosen else "") + ("" if a.fits else " large")
         href = "" if not linked else f"#alternative-{n}" if n <= MOST else "#alternatives"
         picture.circle(
-            across(a.step_seconds), max(picture.top, up(a.peak_bytes)), 6 if a.chosen else 4, class_, about, href
+            across(a.step_seconds), max(picture.top, up(a.needed_bytes)), 6 if a.chosen else 4, class_, about, href
         )
     return str(picture)
 
 
 def _row(n: int, a: Alternative) -> tuple[str, ...]:
     name = f"<b>{text(a.name)}</b>" if a.chosen else text(a.name)
-    fits = "" if a.fits else "does not fit"
-    return (
-        str(n),
-        text(seconds_text(a.step_seconds)),
-        text(bytes_text(a.peak_bytes)),
-        fits,
-        name,
-        text(a.choices),
-        text(a.why),
-    )
+    why = a.why or ("" if a.fits else "does not fit")
+    numbers = str(n), text(seconds_text(a.step_seconds)), text(bytes_text(a.needed_bytes))
+    return (*numbers, name, text(a.choices), text(why))
 
 
 def alternatives_of(search: Found) -> list[Alternative]:

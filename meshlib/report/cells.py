@@ -15,7 +15,7 @@ from meshlib.models import TransformerConfig
 from meshlib.program.analysis.memory import KINDS, Live, Memory
 from meshlib.program.records import Collectives, Program
 from meshlib.program.views.listing import listing
-from meshlib.report.alternatives import alternatives_of, scatter
+from meshlib.report.alternatives import alternatives_of, ranking, scatter
 from meshlib.report.collectives import causes_of
 from meshlib.report.links import PageAnchors
 from meshlib.report.markup import EXACT, MODELLED, asset, folded, folding_table, legend, paragraph, table, tag, text
@@ -203,14 +203,8 @@ def _search(search: Found) -> str:
         return tag("pre", text(search))
     best = next(option for option in options if option.chosen)
     capacity = search.best.candidate.slice.usable_hbm_bytes_per_device
-    rows = [
-        (str(n), text(seconds_text(a.step_seconds)), text(bytes_text(a.peak_bytes)) + ("" if a.fits else " !"),
-         text(a.name), text(a.choices), text(a.why))
-        for n, a in enumerate(options[:ROWS], start=1)
-    ]  # fmt: skip
-    head = ("", f"step {MODELLED}", f"peak {EXACT}", "layout", "choices", "why not")
     summary = paragraph(f"best: <b>{text(best.name)}</b> {text(best.choices)}") + paragraph(text(search.certificate))
-    return summary + scatter(options, capacity, linked=False) + table(head, rows, (0, 1, 2), long=(3, 5))
+    return summary + scatter(options, capacity, linked=False) + ranking(options[:ROWS], linked=False)
 
 
 @content.register

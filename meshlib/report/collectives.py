@@ -121,8 +121,8 @@ def collectives(est: Estimate, anchors: PageAnchors) -> str:
         return section("collectives", "Collectives", paragraph("The program sends nothing."))
     causes = causes_of(program.collectives, est)
     head = paragraph(
-        f"A device sends {text(bytes_text(program.sent_bytes))} {EXACT} in a step; the choice of what is sent is "
-        f"{text(program.choice)}."
+        f"A device sends {text(bytes_text(program.sent_bytes))} {EXACT} in a step, "
+        f"{text(program.choice)} under this layout."
     )
     rows, ids = [], []
     for n, cause in enumerate(causes):

@@ -27,6 +27,15 @@ def text(value: object) -> str:
     return escape(str(value))
 
 
+def scoped(name: str) -> str:
+    """A scoped name as escaped text that lines break behind slashes.
+
+    >>> scoped("layers/wi")
+    'layers/<wbr>wi'
+    """
+    return text(name).replace("/", "/<wbr>")
+
+
 def tag(name: str, content: str = "", **attributes: object) -> str:
     """One HTML element. `content` is HTML; attributes are escaped, None ones are left out, `_` becomes `-`.
 

@@ -11,7 +11,7 @@ from meshlib.core.text import bytes_text, seconds_text
 from meshlib.estimation import Estimate
 from meshlib.program.analysis.memory import KINDS, Live, likeness
 from meshlib.report.links import PageAnchors
-from meshlib.report.markup import EXACT, folding_table, legend, paragraph, section, text
+from meshlib.report.markup import EXACT, folding_table, legend, paragraph, scoped, section, text
 from meshlib.report.svg import Picture, Scale, binary_ticks
 
 COLUMNS = 400  # moments that a picture can resolve
@@ -34,21 +34,24 @@ class MemoryMoment:
 
 
 def memory_over_time(est: Estimate) -> list[MemoryMoment]:
-    """Memory while each fusion group or loop runs; groups that start at the same time are merged."""
+    """Memory while each fusion group or loop runs, in the order of the program: a group that the schedule postpones
+    delays what follows it. Groups that start at the same time are merged.
+    """
     usage, events = est.memory.timeline_by_kind, [e for e in est.schedule.events if e.on_core]
     if not usage:
         return []
     firsts = sorted({e.first for e in events} | {len(usage)})
     last = dict(pairwise(firsts))
     moments: list[MemoryMoment] = []
-    for event in sorted(events, key=lambda e: (e.start, e.first)):
+    for event in sorted(events, key=lambda e: e.first):
+        begin = max(event.start, moments[-1].begin) if moments else event.start
         numbers = range(event.first, last.get(event.first, event.first + 1))
         kinds = max((usage[n] for n in numbers if n < len(usage)), key=sum, default=usage[-1])
-        if moments and event.start <= moments[-1].begin:
+        if moments and begin <= moments[-1].begin:
             kinds = max(kinds, moments.pop().kinds, key=sum)
         elif moments:
-            moments[-1] = MemoryMoment(moments[-1].begin, event.start, moments[-1].kinds)
-        moments.append(MemoryMoment(event.start, event.end, kinds))
+            moments[-1] = MemoryMoment(moments[-1].begin, begin, moments[-1].kinds)
+        moments.append(MemoryMoment(begin, max(begin, event.end), kinds))
     return moments
 
 
@@ -135,7 +138,7 @@ def live_table(buffers: Sequence[Live], anchors: PageAnchors) -> str:
     rows = []
     for group in alike(buffers, likeness):
         live = group[0]
-        href, shown = anchors.href(live.name), text(times_text(live.name, len(group)))
+        href, shown = anchors.href(live.name), scoped(times_text(live.name, len(group)))
         name = f'<a href="{href}">{shown}</a>' if href else shown
         for one in group:
             anchors.show(one.name, "memory at the peak", "live")

@@ -9,7 +9,7 @@ from meshlib.core.text import bytes_text, count_text, seconds_text
 from meshlib.estimation import Estimate
 from meshlib.estimation.views.profile import UNITS, ProfilePart
 from meshlib.report.links import PageAnchors
-from meshlib.report.markup import EXACT, MODELLED, folding_table, paragraph, section, tag, text
+from meshlib.report.markup import EXACT, MODELLED, folding_table, paragraph, scoped, section, tag, text
 
 SHOWN, MOST = 25, 400  # rows that are not folded away, and rows in all
 
@@ -22,8 +22,9 @@ def operations(est: Estimate, anchors: PageAnchors) -> str:
     flops: dict[str, int] = {}
     moved: dict[str, float] = {}
     for row in est.rows:
-        flops[row.name] = flops.get(row.name, 0) + row.mxu_flops * row.count
-        moved[row.name] = moved.get(row.name, 0) + (row.hbm_bytes or row.sent_bytes or row.payload_bytes) * row.count
+        name = f"{row.opcode} of {row.name}" if row.kind == "collective" else row.name
+        flops[name] = flops.get(name, 0) + row.mxu_flops * row.count
+        moved[name] = moved.get(name, 0) + (row.hbm_bytes or row.sent_bytes or row.payload_bytes) * row.count
     rows, ids = [], []
     for names in anchors.rows[:MOST]:
         members = [part for name in names for part in by_name[name]]
@@ -50,7 +51,7 @@ def _row(
     shown = dict.fromkeys(place for name in names for place in anchors.shown.get(name, ()))
     also = ", ".join(tag("a", text(what), href=f"#{anchor}") for what, anchor in shown)
     key = f'<i class="key u-{bound.lower()}"></i>{bound}' if bound else ""
-    named = tag("span", text(times_text(names[0], len(names))), data_op=anchors.op(names[0])) + (
+    named = tag("span", scoped(times_text(names[0], len(names))), data_op=anchors.op(names[0])) + (
         f"<br><small>in {also}</small>" if also else ""
     )
     return (

@@ -176,17 +176,17 @@ def plot_alternatives(options: Sequence[Alternative], capacity_bytes: float, ax:
             label = "fits" if fits else "does not fit"
             if some:
                 axes.scatter(
-                    [a.step_seconds for a in some], [a.peak_bytes / GIB for a in some], 20, color=colour, label=label
+                    [a.step_seconds for a in some], [a.needed_bytes / GIB for a in some], 20, color=colour, label=label
                 )
-        places = [(a.step_seconds, a.peak_bytes / GIB) for a in front]
+        places = [(a.step_seconds, a.needed_bytes / GIB) for a in front]
         axes.step([x for x, _ in places], [y for _, y in places], where="post", color="#3f9a4b", label="Pareto front")
         chosen = [a for a in options if a.chosen]
         axes.scatter(
-            [a.step_seconds for a in chosen], [a.peak_bytes / GIB for a in chosen], 90, facecolors="none",
+            [a.step_seconds for a in chosen], [a.needed_bytes / GIB for a in chosen], 90, facecolors="none",
             edgecolors="black", label="chosen",
         )  # fmt: skip
         axes.axhline(capacity_bytes / GIB, color="#d64545", linestyle="--", label="capacity")
-        axes.set(xlabel="seconds of a step (modelled)", ylabel="peak GiB of a device (exact)")
+        axes.set(xlabel="seconds of a step (modelled)", ylabel="GiB that the compiled step needs (modelled)")
         axes.legend(fontsize=7)
 
     return plotted(what, ax, [panel], (6, 4))

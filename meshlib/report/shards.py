@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from layouts import Sharding
 from meshlib.report.markup import text
-from meshlib.report.svg import Picture, shortened
+from meshlib.report.svg import Picture
 
 MOST_BLOCKS = 16  # blocks drawn per dim at most
 WIDTH, HEIGHT = 250.0, 150.0
@@ -73,6 +73,12 @@ def shards(sharding: Sharding, name: str = "", device: int = 0) -> str:
         x, y = 14 + n % columns * (width + 14), 18 + n // columns * (height + 34)
         mine = all(own[d] == k for d, k in zip(plan.panels, index, strict=True))
         _panel(picture, sharding, plan, (x, y, width, height), own if mine else None)
+        if plan.down is not None and n % columns == 0:
+            middle = y + height / 2
+            picture.add(
+                "text", "", content=text(_side(sharding, plan.down)), x=x - 4, y=middle, text_anchor="middle",
+                transform=f"rotate(-90 {x - 4:.0f} {middle:.0f})",
+            )  # fmt: skip
         if index:
             label = ", ".join(
                 f"{sharding.shape.dims[d].name} {k + 1}/{plan.counts[d]}"
@@ -101,19 +107,12 @@ def _panel(
             "block mine" if mine else "block", _span(sharding, plan, row, column),
         )  # fmt: skip
     if plan.across is not None:
-        picture.text(x + width / 2, y + height + 13, _side(sharding, plan, plan.across), anchor="middle")
-    if plan.down is not None:
-        middle = y + height / 2
-        picture.add(
-            "text", "", content=text(_side(sharding, plan, plan.down)), x=x - 4, y=middle, text_anchor="middle",
-            transform=f"rotate(-90 {x - 4:.0f} {middle:.0f})",
-        )  # fmt: skip
+        picture.text(x + width / 2, y + height + 13, _side(sharding, plan.across), anchor="middle")
 
 
-def _side(sharding: Sharding, plan: Grid, d: int) -> str:
+def _side(sharding: Sharding, d: int) -> str:
     dim, axes = sharding.shape.dims[d], "+".join(sharding.axes[d])
-    label = f"{dim.name}:{dim.size}" + (f"@{axes}" if axes else "")
-    return shortened(label, HEIGHT - 10)
+    return f"{dim.name}:{dim.size}" + (f"@{axes}" if axes else "")
 
 
 def _span(sharding: Sharding, plan: Grid, row: int, column: int) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from meshlib.report.markup import attributes_text, tag, text
 
-LETTER = 6.4  # average width of a letter of the small text, pixels
+LETTER = 7.0  # average width of a letter of labels, pixels (DejaVu Sans)
 
 
 @dataclass(frozen=True)
@@ -205,12 +205,11 @@ def number(value: float) -> str:
 
 
 def shortened(name: str, pixels: float) -> str:
-    """The end of a scoped name, its most telling part, as far as it fits; "" where nothing fits.
+    """The longest end of a scoped name that fits, from a slash on; "" where nothing fits.
 
-    >>> shortened("layers/scan/feed_forward/wi", 90), shortened("embedding", 20)
-    ('…ed_forward/wi', '')
+    >>> shortened("layers/scan/feed_forward/wi", 120), shortened("layers/wi", 40), shortened("embedding", 40)
+    ('…/feed_forward/wi', '…/wi', '')
     """
     letters = int(pixels / LETTER)
-    if len(name) <= letters:
-        return name
-    return f"…{name[1 - letters :]}" if letters > 4 else ""
+    ends = (f"…{name[at:]}" for at, letter in enumerate(name) if letter == "/")
+    return next((end for end in (name, *ends) if len(end) <= letters), "")

@@ -148,7 +148,7 @@ def timeline(est: Estimate, anchors: PageAnchors) -> str:
         pictures.append(tag("h3", text(title)) + _picture(bars_of(body, chip), lanes, body.seconds, anchors, "trip"))
     for layer in layers_of(est.schedule):
         title = f"One of {layer.times} alike parts, {layer.name} ({seconds_text(layer.seconds)} each)"
-        bars = [b for b in bars_of(est.schedule, chip) if layer.begin <= b.begin < layer.begin + layer.seconds]
+        bars = [b for b in bars_of(est.schedule, chip) if b.end > layer.begin > b.begin - layer.seconds]
         moved = [replace(b, begin=b.begin - layer.begin, end=b.end - layer.begin) for b in bars]
         pictures.append(tag("h3", text(title)) + _picture(moved, lanes, layer.seconds, anchors, "part"))
     return "\n".join([head, keys, *pictures])
@@ -205,7 +205,8 @@ def _visible(bars: Sequence[Bar], across: Scale, narrow: float) -> Iterator[Bar]
 
 
 def _draw(picture: Picture, bar: Bar, across: Scale, y: float, anchors: PageAnchors, what: str) -> None:
-    x, width = across(bar.begin), max(0.4, across(bar.end) - across(bar.begin))
+    x = max(picture.left, across(bar.begin))  # bars may reach beyond a part of a step
+    width = max(0.4, min(picture.right, across(bar.end)) - x)
     title = f"{bar.about}: {seconds_text(bar.end - bar.begin)}"
     href, op = anchors.href(bar.name), anchors.op(bar.name)
     if bar.parts:

@@ -113,17 +113,17 @@ def torus_picture(est: Estimate) -> str:
     flat = (*shape, 1, 1)[:3] if len(shape) < 3 else shape
     rows, columns, planes = flat[0], flat[1], math.prod(flat[2:])
     side = STEP if rows * columns <= 144 else STEP * 0.7
-    plane_width = columns * side + 2 * side
-    picture = Picture(
-        max(160.0, planes * plane_width + 10), rows * side + 2 * side + 22, label="chips and links of the torus"
-    )
+    plane_width, links = columns * side + 2 * side, links_of(est, shape)
+    edge = 1.5 * side if any(link.wraps for link in links) or planes > 1 else 0.75 * side  # room around the chips
+    height = (rows - 1) * side + 2 * edge + 22 * (planes > 1)
+    picture = Picture(max(160.0, planes * plane_width + 10), height, label="chips and links of the torus")
     picture.wide = picture.width > 480
 
     def spot(at: tuple[int, ...]) -> tuple[float, float]:
         full = (*at, 0, 0)[:3] if len(at) < 3 else at
-        return 5 + full[2] * plane_width + (full[1] + 1.5) * side, (full[0] + 1.5) * side
+        return 5 + full[2] * plane_width + (full[1] + 1.5) * side, edge + full[0] * side
 
-    for link in links_of(est, shape):
+    for link in links:
         _draw_link(picture, link, spot, side)
     chosen = position(est.placement, (0,) * len(whole))
     for at in itertools.product(*map(range, shape)):

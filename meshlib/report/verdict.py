@@ -5,6 +5,7 @@ from __future__ import annotations
 from meshlib.core.slices import assumed_figures
 from meshlib.core.text import PRICED, bytes_text, count_text, seconds_text, usd_text
 from meshlib.estimation import Estimate
+from meshlib.estimation.views.profile import UNIT_OF
 from meshlib.estimation.views.whole_run import sizes_of
 from meshlib.program.analysis.memory import KINDS
 from meshlib.report.markup import EXACT, MODELLED, table, tag, text
@@ -50,14 +51,14 @@ def _cards(est: Estimate) -> list[tuple[str, str, str, str]]:
     percent = 100 * m.peak_bytes / m.capacity_bytes
     share = f"{percent:.{0 if percent >= 1 else 3}f}% {EXACT}"
     sizes = f"{bytes_text(m.peak_bytes)} of {bytes_text(m.capacity_bytes)}"
-    bound = ", ".join(f"{name} {seconds / step:.0%}" for name, seconds in shares[:3] if seconds)
+    bound = ", ".join(f"{UNIT_OF[name]} {seconds / step:.0%}" for name, seconds in shares[:3] if seconds)
     waits = f"{text(seconds_text(est.exposed_comm_seconds))} {MODELLED}"
     sent = f"sends {bytes_text(est.sent_bytes)} from each device"
     cards = [
         ("memory", share, sizes, "#memory"),
         ("step", f"{text(seconds_text(est.step_seconds))} {MODELLED}", _rate(est), "#timeline"),
         ("MFU", f"{est.mfu:.1%} {MODELLED}", _of_peak(est), "#roofline"),
-        ("bound by", f"{text(shares[0][0])} {MODELLED}", bound, "#timeline"),
+        ("bound by", f"{text(UNIT_OF[shares[0][0]])} {MODELLED}", bound, "#timeline"),
         ("waits for collectives", waits, sent, "#collectives"),
     ]
     if est.slice.usd_per_hour is not None:

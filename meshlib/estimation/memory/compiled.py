@@ -104,7 +104,7 @@ def compiled_memory(
     kernels = len({(id(inside), i.group) for i, inside, _ in walk(program)})
     state = sum(tiled_value_bytes(v) for v in program.variables.values() if not v.tensor.on_host)
     trained = [program.variables[n] for n in program.updates if n in program.variables]
-    weights = sum(4 * v.tensor.shape.size for v in trained if not v.tensor.operation.attrs["slot_of"])
+    weights = sum(4 * v.tensor.shape.size for v in trained if v.tensor.operation.attrs["trainable"])
 
     def with_loops(loops_bytes: int) -> CompiledStepMemory:
         return CompiledStepMemory(
