@@ -33,6 +33,7 @@ Held = tuple[tuple[Array | None, ...], ...]  # [node][block]; None: the node has
 KINDS = tuple([name for name, kind in COLLECTIVE_KINDS.items() if kind.is_staged])
 SHOWN = 4  # most elements shown of each block
 WIDTH = 80  # columns of text
+LETTERS = 12  # in a line of a drawn block: 0.85 inches at 8 points
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,13 +292,17 @@ def plot_step(run: RingRun, number: int, ax: Any) -> Any:
     from matplotlib.patches import Rectangle
 
     arrived = {(t.receiver, t.block) for t in step.transfers}
+    for b in range(n):
+        axes.text(b + 0.45, -0.1, f"block {b}", ha="center", va="bottom", fontsize=8)
     for node, row in enumerate(step.held):
         axes.text(-0.15, node + 0.45, f"node {node}", ha="right", va="center", fontsize=9)
         for b, block in enumerate(row):
             colour = "white" if block is None else COLOURS[b % len(COLOURS)]
             width = 2.5 if (node, b) in arrived else 0.8
             axes.add_patch(Rectangle((b, node), 0.9, 0.9, facecolor=colour, edgecolor="black", linewidth=width))
-            axes.text(b + 0.45, node + 0.45, shown(block), ha="center", va="center", fontsize=8)
+            content = shown(block)
+            content = content if len(content) <= LETTERS else content.replace(" ", "\n")
+            axes.text(b + 0.45, node + 0.45, content, ha="center", va="center", fontsize=8)
     for t in step.transfers:
         begin, end = (t.block + 0.8, t.sender + 0.75), (t.block + 0.8, t.receiver + 0.15)
         style = {"arrowstyle": "->", "connectionstyle": "arc3,rad=0.3", "color": "#444444"}

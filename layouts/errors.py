@@ -68,15 +68,19 @@ def nearest(name: object, candidates: Iterable[str]) -> str:
     "; did you mean 'expert_d_ff'?"
     >>> nearest("GPT3", ["gpt2", "gpt3-175b"])
     "; did you mean 'gpt3-175b'?"
+    >>> nearest("rlu", ["loss", "layers/scan/relu"])
+    "; did you mean 'layers/scan/relu'?"
     >>> nearest("zzz", ["batch", "hidden"])
     ''
     """
     known, word = list(candidates), str(name)
+    unscoped = {x.rpartition("/")[2]: x for x in known}
     matches = (
         difflib.get_close_matches(word, known, n=1, cutoff=0.85)
         or [x for x in known if x.startswith((f"{word.lower()}-", f"{word}_"))]
         or difflib.get_close_matches(word, known, n=1)
         or difflib.get_close_matches(word.lower(), known, n=1)
         or [x for x in known if x.endswith(f"_{word}")]
+        or [unscoped[x] for x in difflib.get_close_matches(word, unscoped, n=1)]
     )
     return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -83,7 +83,7 @@ class Mesh(Interned):
     def coordinate(self, device: int) -> tuple[int, ...]:
         """The coordinate of a device."""
         if not 0 <= device < self.size:
-            raise LayoutError(f"no device {device} in mesh {self} of {self.size} devices")
+            raise LayoutError(f"no device {device} in mesh {self}; there are 0 to {self.size - 1}")
         return tuple(device // stride % size for stride, size in zip(self._strides, self.sizes, strict=True))
 
     def device(self, coordinate: Coordinate) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from itertools import takewhile
@@ -93,11 +94,11 @@ class Parser(argparse.ArgumentParser):
                 return f"{first!r} is not KEY=VALUE, such as per_device_batch_size=2"
             return f"unexpected argument {first!r}; text with blanks or ';' needs quotes"
         name = first.partition("=")[0]
-        hint = nearest(name.lstrip("-"), self._options).replace("'", "'--", 1)
         later = {option for command in self.commands.values() for option in command._options}
         if name[2:] in later:
-            hint = "; options of a command come after it"
-        return f"no option {name}{hint}"
+            return f"no option {name}; options of a command come after it"
+        alike = [option for option in [*self._options, *later] if option[:1] == name[2:3]]
+        return f"no option {name}" + nearest(name.lstrip("-"), alike).replace("'", "'--", 1)
 
     @property
     def _options(self) -> list[str]:
@@ -109,6 +110,9 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             if message.endswith("expected one argument") and f"argument {'/'.join(action.option_strings)}:" in message:
                 message += f": {(action.help or '') % vars(action)}"
+        message = re.sub(
+            r"argument (\S+): ignored explicit argument (.*)", r"\1 takes no value, got \2: write \1", message
+        )
         sys.stderr.write(f"{self.prog}: {message}\nusage: {self.short_usage()}; {self.prog} --help says more\n")
         sys.exit(WRONG)
 

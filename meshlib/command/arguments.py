@@ -248,7 +248,7 @@ def _search(command: argparse.ArgumentParser) -> None:
     command.add_argument("--fix", default="", help="rules that every layout has, such as batch:data")
     command.add_argument("--sizes", default="", help="sizes of their axes, such as data:16")
     command.add_argument("--forbid", default="", help="dims that are not split")
-    command.add_argument("--axes", type=int, default=3, help="axes at most (%(default)s)")
+    command.add_argument("--axes", type=_count, default=3, help="axes at most (%(default)s)")
     command.add_argument("--resume", help="a file of estimates, which is continued and extended")
     _effort(command)
 
@@ -320,5 +320,5 @@ def _number(text: str, kind: type[Number]) -> Number:
         value = kind(0)
     if not 0 < value < float("inf"):
         what = "a whole number of at least 1" if kind is int else "a positive number"
-        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}{'; write 20 or 1e9' if kind is float else ''}")
     return value

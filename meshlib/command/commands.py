@@ -62,6 +62,7 @@ def profiled(args: argparse.Namespace) -> int:
 
 def compared(args: argparse.Namespace) -> int:
     """`meshlib compare`: the first layout or configuration beside each other one, with a sentence on what changed."""
+    each: list[str] = []
     if is_maxtext(args):
         from meshlib.command.configured import compared_runs
 
@@ -73,6 +74,9 @@ def compared(args: argparse.Namespace) -> int:
             raise GraphError("compare needs at least two --layout")
         names = [f"{name} on {mesh}" for name, mesh in layouts[1:]]
         sentences = [difference(first, other, name) for other, name in zip(others, names, strict=True)]
+        if subject.config is not None:
+            counts = f"{subject.sizes['batch']:,} sequences of {subject.sizes['length']:,} tokens"
+            each = [f"each:   {counts}, remat {first_choices(args, subject)['remat']} (--remat)"]
     if args.json:
         figures_of_others = [
             {"sentence": sentence, "second": figures.of_estimate(other)}
@@ -82,7 +86,7 @@ def compared(args: argparse.Namespace) -> int:
         return GOOD
     for sentence, other in zip(sentences, others, strict=True):
         notes = dict.fromkeys((*first.program.notes, *other.program.notes))
-        say("\n".join([sentence, "", first.compare(other), *(f"note: {note}" for note in notes), ""]))
+        say("\n".join([sentence, "", *each, first.compare(other), *(f"note: {note}" for note in notes), ""]))
     return GOOD
 
 

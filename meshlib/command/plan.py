@@ -55,9 +55,8 @@ def _verdict(subject: Subject, plan: PlannedLayout, est: Estimate) -> list[str]:
     lines.append("  compiled   {}*; under plain jit {}*; a whole run {}*".format(*three))
     kinds = sorted(((size, kind) for kind, size in memory.by_kind.items() if size), reverse=True)[:3]
     lines += wrapped(", ".join(f"{bytes_text(size)} {kind}" for size, kind in kinds), "  most of it ", " ")
-    if not est.fits:
-        lines += _state_line(est)
-        lines += _remedies(subject, est)
+    if memory.verdict != "yes":
+        lines += [*_state_line(est), *_remedies(subject, est)]
     lines.append(f"  step       {seconds_text(est.step_seconds)}*, MFU {est.mfu:.1%}*{_rates(subject, est)}")
     shares = sorted(est.bound_seconds.items(), key=lambda item: -item[1])[:3]
     named = ", ".join(f"{name} {seconds / est.step_seconds:.0%}" for name, seconds in shares if seconds)

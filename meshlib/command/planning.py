@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hardware.slices import Slice
+from layouts import Mesh
 from meshlib.command.choices import is_maxtext
 from meshlib.command.figures import of_search
 from meshlib.command.output import answer, create_folder, say, say_json, say_verdict, writable
@@ -32,6 +33,7 @@ from meshlib.command.tried_layouts import (
     with_more_rematerialisation,
 )
 from meshlib.core.errors import GraphError
+from meshlib.core.slices import slice_for
 from meshlib.core.text import wrapped
 
 if TYPE_CHECKING:
@@ -150,9 +152,12 @@ def _usual_plans(
 
 
 def _layouts(args: argparse.Namespace, subject: Subject, where: Slice) -> list[tuple[str, str]]:
-    if args.layout:
-        return named_layouts(args.layout, args.mesh, subject)
-    return completed_layouts(subject, args.mesh) if args.mesh else subject.usual(where.devices)
+    if not args.layout and not args.mesh:
+        return subject.usual(where.devices)
+    layouts = named_layouts(args.layout, args.mesh, subject) if args.layout else completed_layouts(subject, args.mesh)
+    for _, mesh in layouts:
+        slice_for(args.command, Mesh(mesh), where)
+    return layouts
 
 
 def _with_half_the_batch(subject: Subject) -> Subject | None:

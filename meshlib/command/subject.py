@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -212,7 +213,7 @@ def subject_of(args: argparse.Namespace, where: Slice | None) -> Subject:
     given = settings_of(args.set or ())
     if getattr(args, "models", None):
         raise GraphError(f"--models is for MaxText configurations; leave it out for {args.program}")
-    if ".py" in args.program:
+    if re.search(r"\.py(:|$)", args.program):
         return _from_file(args, given)
     refuse_arguments(args, args.program)
     devices = where.devices if where is not None else _devices_named(args)
@@ -263,13 +264,20 @@ def _config(name: str) -> tuple[TransformerConfig, str]:
     if is_hugging_face(name):
         return _foreign(name)
     if name not in PRESETS:
-        hint = nearest(name.rpartition("/")[2], [*PRESETS, *IMAGE_PRESETS]) or ";"
+        hint = nearest_file(name) or nearest(name.rpartition("/")[2], [*PRESETS, *IMAGE_PRESETS]) or ";"
         if Path(name).is_dir() and name:
             raise GraphError(f"the folder {name} has no config.json; name a file in it, or a model: meshlib models")
         raise GraphError(
             f"no model {name!r}{hint} meshlib models lists them, another is a config.json or FILE.py[:function]"
         )
     return preset(name), ""
+
+
+def nearest_file(name: str) -> str:
+    """The end of an error message with the most similar program beside a missing file, or ""."""
+    path = Path(name)
+    beside = path.parent.iterdir() if path.suffix and path.parent.is_dir() else ()
+    return nearest(name, [str(file) for file in beside if file.suffix in (".json", ".py", ".yml")])
 
 
 def _of_images(args: argparse.Namespace, given: Mapping[str, Any], devices: int) -> Subject:
@@ -339,7 +347,8 @@ def _user_errors(what: str) -> Iterator[None]:
 def _function(file: Path, name: str) -> Callable[..., Any]:
     """A function of a file, which is executed as a module; exceptions of the user's code pass through."""
     if not file.is_file():
-        raise GraphError(f"no file {file}; name a model (meshlib plan --help) or FILE.py[:function]")
+        hint = nearest_file(str(file)) or "; name a model (meshlib models lists them) or FILE.py[:function]"
+        raise GraphError(f"no file {file}{hint}")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
         raise GraphError(f"{file} can't be read as Python")

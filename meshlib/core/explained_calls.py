@@ -121,6 +121,7 @@ def _explaining(function: Callable[P, T], called: Callable[[tuple[Any, ...]], Ca
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        __tracebackhide__ = True  # pytest then shows the caller's line
         try:
             result = function(*args, **kwargs)
         except TypeError as fault:
@@ -174,8 +175,24 @@ def _attribute_types(kind: type) -> Iterator[type]:
     texts |= vars(kind).get("__annotations__", {})
     known = vars(sys.modules[kind.__module__])
     for name, text in texts.items():
-        if not name.startswith("_"):
-            yield from filter(isclass, map(known.get, re.findall(r"\w+", str(text))))
+        words = re.findall(r"\w+", str(text)) if not name.startswith("_") else []
+        yield from filter(isclass, map(known.get, words))
+        if getters.get(name) and any(word[0].isupper() and word not in known for word in words):
+            _meet_when_read(kind, name)
+
+
+def _meet_when_read(kind: type, name: str) -> None:
+    """Explain the class of a property's values when first read: its module imports that for type checkers alone."""
+    getter = vars(kind)[name]
+
+    def first(self: object) -> Any:
+        setattr(kind, name, getter)
+        value = getter.__get__(self, kind)
+        for part in value if isinstance(value, tuple | list) else [value]:
+            _meet(type(part))
+        return value
+
+    setattr(kind, name, property(first, doc=getter.__doc__))
 
 
 def _function_called(function: Callable[..., Any], args: tuple[Any, ...]) -> Called:

@@ -178,6 +178,33 @@ OF_LAYERS_AND_OPTIMIZERS = {
     "unit_scaling_convention": "mtf.layers.us_einsum, always of unit scale",
     "weights_nonzero": "mtf.cast(mtf.not_equal(targets, 0), dtype)",
 }  # fmt: skip
+_ATTENTION, _MODEL = "mtf.layers.multihead_attention(x, ...)", "mtf.models: preset, TransformerConfig, train_step"
+_LOOP, _DECODED = "mtf.train(program, batches, steps)", "mtf.generate(config, prompts, state)"
+# Names of mesh_tensorflow.transformer and of further modules.
+OF_TRANSFORMERS = {
+    **dict.fromkeys(("Bitransformer", "LayerStack", "Unitransformer", "build_model", "make_bitransformer"), _MODEL),
+    **dict.fromkeys(("TransformerLayer", "make_layer_stack"), _MODEL),
+    **dict.fromkeys(("EncDecAttention", "SelfAttention", "attention_params", "enc_dec_attention"), _ATTENTION),
+    **dict.fromkeys(("LocalSelfAttention", "local_attention_1d"), _LOCAL.format(1)),
+    **dict.fromkeys(("get_estimator", "run", "tpu_estimator_model_fn", "train_model"), _LOOP),
+    **dict.fromkeys(("clean_decodes", "decode", "decode_from_file", "greedy_decode", "infer_model"), _DECODED),
+    **dict.fromkeys(("constant_learning_rate", "linear_decay", "linear_warmup", "truncated_rsqrt"), _SCHEDULES),
+    **dict.fromkeys(("HierarchicalTiling", "auto_logical_to_physical_tpu"), "mtf.estimate(program, slice).placement"),
+    **dict.fromkeys(("Vocabulary", "T2tVocabulary", "get_t2t_vocabulary"), "mtf.BytePairs"),
+    "DenseReluDense": "mtf.layers.dense_relu_dense(x, ...)",
+    "PlacementMeshImpl": _LOWERED,
+    "annealed_dropout": "mtf.dropout(x, keep_prob), with a keep_prob of your own for each phase of the training",
+    "autoregressive_inputs": "mtf.shift(targets, 1, dim, wrap=False)",
+    "get_variable_dtype": "mtf.Numerics(variable, slice, activation, precision)",
+    "pack_dataset": "mtf.texts_in_rows(...)",
+    "relative_position_spans": "mtf.layers.relative_position_bias(...)",
+    "reversible_half_residual_and_swap": "mtf.recompute_grad(fn, inputs), which keeps the inputs alone",
+    "shift_targets": "mtf.shift(targets, 1, dim, wrap=False)",
+    "sinusoid_positional_embedding_weights": "mtf.layers.sinusoidal_positions(...)",
+    "sublayer_dropout": "mtf.dropout(x, keep_prob)",
+    "sublayer_rms_norm": "mtf.layers.rms_norm(x, ...)",
+    "sublayer_true_layer_norm": "mtf.layers.layer_norm(x, ...)",
+}  # fmt: skip
 # Operation classes of Mesh TensorFlow -> functions whose names differ.
 OF_OPERATIONS = {
     "generic_grad": "gradients",
@@ -204,7 +231,8 @@ def of_module(name: str, public: Collection[str]) -> str:
     """
     if name in SUPERFLUOUS:
         return f"leave it out: {SUPERFLUOUS[name]}"
-    known = OF_MESH_TENSORFLOW.get(name) or OF_LAYERS_AND_OPTIMIZERS.get(name) or OF_OTHERS.get(name)
+    tables = (OF_MESH_TENSORFLOW, OF_LAYERS_AND_OPTIMIZERS, OF_TRANSFORMERS, OF_OTHERS)
+    known = next((table[name] for table in tables if name in table), None)
     if name.endswith(("_backprop_input", "_backprop_filter")):
         known = _GRADIENTS
     if known is None and name.endswith("Operation"):

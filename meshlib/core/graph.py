@@ -141,7 +141,7 @@ class Tensor(Shown):
         if name.startswith("_"):  # protocols that probe for a method of this name
             raise AttributeError(name)
         there = OF_TENSORS.get(name) or (f"mtf.{name}(x, ...)" if hasattr(sys.modules["meshlib"], name) else "")
-        hint = f": {there}" if there else nearest(name, [*vars(type(self)), *vars(self)])
+        hint = f": {there}" if there else nearest(name, dir(type(self)))
         raise AttributeError(f"tensor '{self.name}' has no '{name}'{hint}")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:

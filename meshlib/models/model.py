@@ -137,8 +137,7 @@ def _check(config: object, sizes: Mapping[str, int | None], flags: Mapping[str, 
     if sizes["predictions"] is not None and config.kind != "encoder":
         raise GraphError(f"{at(what)}: predictions is for an encoder; {config.name} is of kind {config.kind!r}")
     length = sizes["length"]
-    if config.position == "learned" and config.max_length and length and length > config.max_length:
-        raise GraphError(f"{at(what)}: {config.name} has {config.max_length} positions, but the length is {length}")
+    check_positions(config, what, "the length", length or 0)
 
 
 @dataclass(frozen=True)
@@ -148,6 +147,15 @@ class _ExpertStatistics:
     loss: Tensor
     dropped: Tensor
     load: Tensor
+
+
+def check_positions(config: TransformerConfig, what: str, name: str, size: int) -> None:
+    """Raise GraphError if a length exceeds the learned positions of a model."""
+    if config.position == "learned" and config.max_length and size > config.max_length:
+        raise GraphError(
+            f"{at(what)}: {config.name} has {config.max_length} positions, but {name} is {size}; shorten it, or use "
+            f"config.replace(max_length={size})"
+        )
 
 
 def _groups(loss: Tensor) -> list[Dimension]:

@@ -20,7 +20,7 @@ from meshlib.core.errors import GraphError
 from meshlib.core.graph import Operation, Tensor, scope
 from meshlib.models.caches import CACHE_DTYPES, TOKEN, Caches, RowCaches
 from meshlib.models.config import TransformerConfig
-from meshlib.models.model import Builder
+from meshlib.models.model import Builder, check_positions
 from meshlib.ops.control.sources import input, variable
 from meshlib.ops.control.state import assign, assign_add
 from meshlib.ops.movement.indexing import gather
@@ -151,10 +151,7 @@ class _Serving:
         if c.encoder_decoder != (self.encoder_length is not None):
             wanted = "needs encoder_length" if c.encoder_decoder else "has no encoder, and no encoder_length"
             raise GraphError(f"{at(what)}: {c.name} is of kind {c.kind!r} and {wanted}, got {self.encoder_length}")
-        if c.position == "learned" and c.max_length and self.cache_length > c.max_length:
-            raise GraphError(
-                f"{at(what)}: {c.name} has {c.max_length} positions, but cache_length is {self.cache_length}"
-            )
+        check_positions(c, what, "cache_length", self.cache_length)
         if c.position == "relative" and any(w is not None and w < self.cache_length for w in c.windows):
             raise GraphError(
                 f"{at(what)}: {c.name} has windows {c.windows} and relative positions, which caches of windows lack"
@@ -317,8 +314,7 @@ def extend_step(
     if c.kind != "decoder" or c.position == "relative":
         kind = "has relative positions" if c.kind == "decoder" else f"is of kind {c.kind!r}"
         raise GraphError(f"{at(WHAT)}: a running batch needs a decoder without relative positions; {c.name} {kind}")
-    if c.position == "learned" and c.max_length and cache_length > c.max_length:
-        raise GraphError(f"{at(WHAT)}: {c.name} has {c.max_length} positions, but cache_length is {cache_length}")
+    check_positions(c, WHAT, "cache_length", cache_length)
     if length > cache_length:
         raise GraphError(f"{at(WHAT)}: length {length} is more than cache_length {cache_length}")
     if cache_dtype is not None:

@@ -44,14 +44,16 @@ def memory_over_time(est: Estimate) -> list[MemoryMoment]:
     last = dict(pairwise(firsts))
     moments: list[MemoryMoment] = []
     for event in sorted(events, key=lambda e: e.first):
-        begin = max(event.start, moments[-1].begin) if moments else event.start
+        begin, end = event.start, event.end
+        if moments:
+            begin, end = max(begin, moments[-1].begin), max(end, moments[-1].end)
         numbers = range(event.first, last.get(event.first, event.first + 1))
         kinds = max((usage[n] for n in numbers if n < len(usage)), key=sum, default=usage[-1])
         if moments and begin <= moments[-1].begin:
             kinds = max(kinds, moments.pop().kinds, key=sum)
         elif moments:
             moments[-1] = MemoryMoment(moments[-1].begin, begin, moments[-1].kinds)
-        moments.append(MemoryMoment(begin, max(begin, event.end), kinds))
+        moments.append(MemoryMoment(begin, end, kinds))
     return moments
 
 

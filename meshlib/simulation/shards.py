@@ -41,12 +41,13 @@ def intermediate(step: LastStep, name: str, device: int, trip: int) -> Array:
     Returns: a copy, in the tensor's dtype.
     Raises: FeedError for a name that the program does not have, and a trip that it does not reach.
     """
-    value = _value(step.program, name, "shard")
+    value = _value(step.program, _tensor_name(step.program, name), "shard")
     return np.array(_blocks(step, value, name, trip)[device], dtype=value.tensor.dtype.public)
 
 
 def ring_of(step: LastStep, name: str, device: int, trip: int) -> RingRun:
     """The collective that produced a tensor, step by step, in one device's group; see `Simulation.ring`."""
+    name = _tensor_name(step.program, name)
     named = None if not name.startswith("%") else _value(step.program, name, "ring")
     for move, place in _ring_moves(step.program):
         value = move.outputs[place]
@@ -93,6 +94,12 @@ def _blocks(step: LastStep, value: Value, name: str, trip: int) -> Blocks:
     raise FeedError(
         f"{at('shard')}: '{name}' is computed {times} times in a step; trip must be under {times}, got {trip}"
     )
+
+
+def _tensor_name(program: Program, name: str) -> str:
+    """The name of a tensor that is given by its own name or, if no tensor has it, by that of an output."""
+    tensors = {y.tensor.name for body in _bodies(program) for i in body.instructions for y in i.outputs}
+    return program.outputs[name].tensor.name if name in program.outputs and name not in tensors else name
 
 
 def _value(program: Program, name: str, what: str) -> Value:

@@ -179,7 +179,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("search FILE --slice v5e-8 --fix batch:data --sizes data:3", "sizes take 3 devices"),
     ("search FILE --slice v5e-8 --resume /", "/ can't be read: it is a folder"),
     ("search FILE --slice v5e-8 --forbid bach", "no dim 'bach'"),
-    ("search FILE --slice v5e-8 --axes -1", "negative"),
+    ("search FILE --slice v5e-8 --axes -1", "at least 1"),
     ("search FILE --slice v5e-8 --try batch", "--try must be NAME=VALUE,VALUE"),
     ("search FILE --slice v5e-8 --try size=3", "unexpected keyword argument 'size'"),
     ("search FILE --slice v5e-8 --layout batch:data@data:4", "has 4 devices; v5e-8 has 8"),

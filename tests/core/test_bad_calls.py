@@ -746,6 +746,7 @@ for call in (
     lambda: est.slice.chip.source("a", "b", "c"), lambda: program.mesh.axis_size("rows", 2),
     lambda: program.outputs["y"].sharding.of(), lambda: est.placement.device(),
     lambda: program.memory.plot(1, 2, 3),
+    lambda: program.buffers[0].at(1, 2, 3),
 ):
     try:
         call()
@@ -758,4 +759,4 @@ def test_classes_need_not_be_named() -> None:
     done = subprocess.run([sys.executable, "-c", UNNAMED], capture_output=True, text=True, check=True)
     heads = [line.partition(" (")[0] for line in done.stdout.splitlines()]
     methods = "Simulation.shard Program.report DeviceMemory.over_time Chip.source Mesh.axis_size Sharding.of"
-    assert heads == [*methods.split(), "Placement.device", "Memory.plot"]
+    assert heads == [*methods.split(), "Placement.device", "Memory.plot", "Buffer.at"]

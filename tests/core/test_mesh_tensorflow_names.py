@@ -65,9 +65,18 @@ make_optimizer Optimizer SgdOptimizer MomentumOptimizer AdamWeightDecayOptimizer
 adafactor_decay_rate_adam adafactor_decay_rate_pow adafactor_optimizer_from_hparams reduce_rms
 product_learning_rate compute_lr_for_step AdafactorWithMultiLRSchedule AdamWithMultiLRSchedule
 """
+TRANSFORMER = """
+Bitransformer DenseReluDense EncDecAttention HierarchicalTiling LayerStack LocalSelfAttention PlacementMeshImpl
+SelfAttention T2tVocabulary TransformerLayer Unitransformer Vocabulary annealed_dropout attention_params
+auto_logical_to_physical_tpu autoregressive_inputs build_model clean_decodes constant_learning_rate decode
+decode_from_file enc_dec_attention get_estimator get_t2t_vocabulary get_variable_dtype greedy_decode infer_model
+linear_decay linear_warmup local_attention_1d make_bitransformer make_layer_stack pack_dataset
+relative_position_spans reversible_half_residual_and_swap run shift_targets sinusoid_positional_embedding_weights
+sublayer_dropout sublayer_rms_norm sublayer_true_layer_norm tpu_estimator_model_fn train_model truncated_rsqrt
+"""
 ROWS = {
     f"{module.__name__}.{name}": (module, name)
-    for module, names in ((mtf, TOP), (mtf.layers, LAYERS), (mtf.optimize, OPTIMIZE))
+    for module, names in ((mtf, TOP + TRANSFORMER), (mtf.layers, LAYERS), (mtf.optimize, OPTIMIZE))
     for name in names.split()
 }
 ROOTS = {"mtf": mtf, "hardware": hardware, "layouts": layouts}
@@ -108,6 +117,7 @@ def test_calls_as_in_mesh_tensorflow_are_answered() -> None:
             mtf.layers.dense(x, w.shape, variable_dtype="float32")  # type: ignore[call-arg]
         with pytest.raises(AttributeError, match=r"tensors themselves: write x for x.outputs\[0\]"):
             _ = x.outputs
+        assert not hasattr(x, "initializer")
         for wrong, text in (
             (len, r"has no length, but dims \[a:2\]"),
             (float, "has no number"),

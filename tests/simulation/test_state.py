@@ -435,6 +435,7 @@ def test_shards_of_loops_are_named_by_trip() -> None:
     (name,) = set(re.findall(r"[\w/]*twice", str(program)))
     for trip in range(5):
         np.testing.assert_array_equal(sim.shard(name, 1, trip=trip), counting(4)[2:] * 2.0 ** (trip + 1))
+    np.testing.assert_array_equal(sim.shard("y", 1), counting(4)[2:] * 2.0**5)  # by the name of an output
     with pytest.raises(mtf.FeedError, match=r"computed 5 times in a step; trip must be under 5, got 5"):
         sim.shard(name, 1, trip=5)
     with pytest.raises(mtf.FeedError, match=r"no tensor '.*twic'.*did you mean"):
