@@ -192,11 +192,12 @@ class Lowering:
         tried: Nears = {}
         for across in (False, *([] if self.regather else [True])):
             near = near_shifts(simple, homes, self.memos.signatures, across)
-            if near != tried:
-                tried, sweep = near, start(simple, homes, near)
+            if near != tried and (across or first.problem.depends_on(near)):
+                sweep = start(simple, homes, near)
                 if across or not sweep.chosen.is_same(first.chosen):
                     other = finish(sweep, across)
                     best = other if other.sent_bytes < best.sent_bytes else best
+            tried = near
         return best
 
     def _sweep(

@@ -40,13 +40,16 @@ class Partitioner:
     inputs: dict[str, Value] = field(default_factory=dict)
     updates: dict[str, Value] = field(default_factory=dict)
     places: Places = field(init=False)
+    problem: Problem = field(init=False)
     chosen: Chosen = field(init=False)
 
     def __post_init__(self) -> None:
         self.loops = Loops(self.graph, self.homes, self.fetched, self.body)
         self.places = Places(self.graph, self.homes, self.signatures, self.prices.balance)
-        problem = Problem(self.graph, self.homes, self.prices, self.signatures, self.fetched, self.loops, self.near)
-        self.chosen = self.places.chosen = self.choose(problem)
+        self.problem = Problem(
+            self.graph, self.homes, self.prices, self.signatures, self.fetched, self.loops, self.near
+        )
+        self.chosen = self.places.chosen = self.choose(self.problem)
 
     def run(self) -> None:
         """Lower every operation, in order."""

@@ -152,7 +152,7 @@ class Problem:
 
     def _enter_choice(self, op: Operation) -> None:
         inputs, regions = self.graph.inputs[op], self.regions[op]
-        values = self.values[op] = self._values(op)
+        values = self.values[op] = self._values(op, self.near.get(op, frozenset()))
         self.space.made(op, values.key.strategies.sums)
         variables = self.variables[op] = tuple(
             [self.factors.add_variable(len(part)) if len(part) > 1 else None for part in values.parts]
@@ -168,7 +168,7 @@ class Problem:
         for n, y in enumerate(op.outputs):
             self._copies(y).set_made(variables, regions, values.makes(n))
 
-    def _values(self, op: Operation) -> Values:
+    def _values(self, op: Operation, near: Near) -> Values:
         """The values of an operation's variable, shared by all alike operations."""
         inputs = self.graph.inputs[op]
         later = len(self.regions[op]) - 1 if op.output in self.graph.again else None
@@ -179,7 +179,6 @@ class Problem:
             return self.prices.values(
                 op, self.signatures.of(op), ValuesKey(self._of_copy(op), later, often, free, others)
             )
-        near = self.near.get(op, frozenset())
         alike = self.signatures.of(op), self.homes.of(op.output), self._binding(op.output), near, later is not None
         held = tuple([self.homes.held(x) for x in inputs]) if self.prices.balance.stationary else (None,) * len(inputs)
         key = (*alike, *self.space.limits(op), held, later, often, free, others)
@@ -189,6 +188,11 @@ class Problem:
             values = self.prices.values(op, alike[0], ValuesKey(strategies, later, often, free, others))
             self.prices.alike[key] = values
         return values
+
+    def depends_on(self, near: Mapping[Operation, Near]) -> bool:
+        """True if the choice may change where other operations provide these halos (see `near_shifts`)."""
+        some = [(self.values[op], self._values(op, own)) for op, own in near.items() if op in self.values]
+        return any(_relative(values) != _relative(others) for values, others in some)
 
     def _binding(self, t: Tensor) -> Binding:
         return binding(t, self.graph, self.homes, self.fetched)
@@ -273,6 +277,12 @@ class Chosen(NamedTuple):
     def is_same(self, other: Chosen) -> bool:
         """True if another choice for the same graph leads to the same instructions."""
         return self.runs == other.runs and all(self.tree(t) == other.tree(t) for t in {*self.copied, *other.copied})
+
+
+def _relative(values: Values) -> list[tuple[Choice, float]]:
+    """The strategies of an operation, with what each costs above the cheapest."""
+    strategies = values.key.strategies.all
+    return [(s.choice, s.cost - strategies[0].cost) for s in strategies]
 
 
 def best_choices(problem: Problem) -> Chosen:

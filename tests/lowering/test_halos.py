@@ -12,7 +12,7 @@ import pytest
 import meshlib as mtf
 from meshlib.lowering import one_layout
 from meshlib.lowering.halos import share_halos
-from meshlib.lowering.problem import Chosen
+from meshlib.lowering.problem import Chosen, Problem
 from meshlib.program.checker import check_program
 from meshlib.program.exchanges import Margin, needed_margins
 from meshlib.program.instructions import Commit, Compute, Instruction, Value, Widen
@@ -241,6 +241,29 @@ def test_programs_that_are_not_written_twice_would_be_the_same(monkeypatch: pyte
                 programs.append(str(lowered(outputs, where, without=False)))
         assert len({*programs}) <= 1
     assert {*outcomes} == {True, False}
+
+
+def test_halos_that_no_choice_depends_on_are_not_priced_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Window attention over a split length runs one way only; the second call needs fewer of the same rows."""
+    batch, length, memory, wide = D("batch", 4), D("length", 16), D("memory", 16), D("d_k", 4)
+    with mtf.Graph():
+        query, *others = (mtf.input(name, [batch, length, wide]) for name in ("query", "key", "value"))
+        key, value = (mtf.rename_dimension(x, "length", "memory") for x in others)
+        y = [
+            mtf.attention(
+                q, key, value, length=length, memory_length=memory, key_dim=wide, value_dim=wide, causal=True, window=n
+            )
+            for q, n in ((query, 3), (mtf.tanh(query), 2))
+        ]
+    asked, depends_on = [], Problem.depends_on
+    sent = set()
+    for answer in (depends_on, lambda *_: True):
+        monkeypatch.setattr(
+            Problem, "depends_on", lambda *args, answer=answer: asked.append(answer(*args)) or asked[-1]
+        )
+        sent.add(mtf.lower(y, mesh="p:2", layout="length:p").sent_bytes)
+    assert asked == [False, True]
+    assert len(sent) == 1
 
 
 def lowered(outputs: dict[str, mtf.Tensor], chosen, without: bool) -> Program:
