@@ -4,11 +4,12 @@ It is an A* search over states (axes of each dim, pending axes). Three facts mak
 
 - Costs are elements times the number of participating devices. Ring costs are then integers, sums compare exactly, and
   the result does not depend on the item size.
-- A device must receive the part of the target's block that is outside its own. Along each dim the two share at most the
-  smaller size, so the bound needs only the numbers of blocks. No step sends less than it delivers: an all_gather sends
-  the added part, an all_to_all a block except the part that stays, a permute a block. A reduction over k devices sends
-  at least 1/k of its operand, k - 1 times, and an all_reduce of a block at least the block: with the missing part after
-  it, at least the target's block. Both bounds are consistent, so the first goal state popped from the queue is optimal.
+- Each device must receive the part of its target block that is outside its own. Some device has nothing of it unless
+  along each dim the axes of one are the major axes of the other; then blocks are nested, and share the smaller size.
+  No step sends less than it delivers: an all_gather sends the added part, an all_to_all a block except the part that
+  stays, a permute a block. A reduction over k devices sends at least 1/k of its operand, k - 1 times, and an all_reduce
+  of a block at least the block: with the missing part after it, at least the target's block. Both bounds are
+  consistent, so the first goal state popped from the queue is optimal.
 - Slices cost nothing, so a state from which slices alone lead to the target is a goal state.
 
 Ties go to fewer collectives, then fewer slices, then fewer scatters (a fully reduced intermediate can be reused), then
@@ -72,31 +73,55 @@ def route(
     reach = prod(axis_sizes)
     # A dim that neither end splits can still serve: an axis parked on it makes later steps smaller.
     # Such dims are interchangeable as long as they are empty and divide alike.
-    spare = tuple([(d, gcd(n, reach)) for d, n in enumerate(sizes) if not source[d] and not target[d]])
+    alike = [gcd(n, reach) if not source[d] and not target[d] else 0 for d, n in enumerate(sizes)]
+    spare = tuple([(d, n) for d, n in enumerate(alike) if n and alike.count(n) > 1])
     directed = target if len(axis_sizes) > EXHAUSTIVE_AXES else None
-    return tuple(_shortest(_state_graph(sizes, axis_sizes, scatters, spare, directed), (source, awaited), target))
+    graph = _state_graph(sizes, axis_sizes, scatters or not awaited, spare, directed)
+    return tuple(_shortest(graph, (source, awaited), target))
 
 
-def _shortest(graph: _StateGraph, start: State, goal: Splits) -> list[RouteStep]:
-    goal_counts = graph.counts(goal)
-    volume, blocks, awaits = graph.volume, graph.blocks, graph.awaits
-    goal_block = volume // prod(goal_counts)
-    least = goal_block - goal_block // min(graph.axis_sizes, default=1)
-    prefixes = product(*([entry[:n] for n in range(len(entry) + 1)] for entry in goal))
-    arrivals = {graph.number((splits, ())) for splits in prefixes}  # goal states: slices alone lead to the target
+class _Goal:
+    """The states from which slices alone lead to a target, and lower bounds of the cost from each state to them."""
+
+    def __init__(self, graph: _StateGraph, splits: Splits) -> None:
+        self.graph, self.splits = graph, splits
+        self.counts = graph.counts(splits)
+        self.block = graph.volume // prod(self.counts)
+        prefixes = product(*([entry[:n] for n in range(len(entry) + 1)] for entry in splits))
+        self.arrivals = {graph.number((some, ())) for some in prefixes}
+        # A state that is not a goal needs at least one more step that sends: half of a block or more.
+        self.least = self.block - self.block // min(graph.axis_sizes, default=1)
+        self.lacks: dict[int, int] = dict.fromkeys(self.arrivals, 0)
+
+    def lack(self, state: int) -> int:
+        """Lower bound of the cost from a state to a goal state."""
+        lack = self.lacks.get(state)
+        if lack is None:
+            graph = self.graph
+            splits, awaited = graph.states[state]
+            lack = self.block
+            if not awaited and _is_nested(splits, self.splits):
+                shared = graph.volume // prod(map(max, self.counts, graph.blocks[state]))
+                lack = max(self.block - shared, self.least)
+            self.lacks[state] = lack
+        return lack
+
+
+def _shortest(graph: _StateGraph, start: State, target: Splits) -> list[RouteStep]:
+    goal = graph.goal_at(target)
+    arrivals, lacks = goal.arrivals, goal.lacks
     begin = graph.number(start)
     best = {begin: (0, 0, 0, 0)}  # cost, collectives, slices, scatters
     predecessors: dict[int, tuple[int, RouteStep]] = {}
     queue = [(0, 0, 0, 0, 0, 0, begin)]  # bounds on bytes, collectives, slices, scatters, two tie breakers, state
     done: set[int] = set()
-    lacks: dict[int, int] = {}  # lower bound of the remaining cost of a state
     known: float = float("inf")  # cost of the best goal state so far; states with larger bounds are pruned
     while queue:
         state = heappop(queue)[-1]
         if state in done:
             continue
         if state in arrivals:
-            return _merged(_steps_to_goal(predecessors, state, graph.states[state][0], goal))
+            return _merged(_steps_to_goal(predecessors, state, graph.states[state][0], target))
         done.add(state)
         cost, collectives, slices, scatters = best[state]
         for more, order, after, sends, cuts, scattering, move in graph.moves(state):
@@ -105,13 +130,7 @@ def _shortest(graph: _StateGraph, start: State, goal: Splits) -> list[RouteStep]
                 break  # the remaining ones cost as much or more
             if after in done:
                 continue
-            lack = lacks.get(after)
-            if lack is None:
-                # A state that is not a goal needs at least one more step that sends: half of a block or more.
-                lack = goal_block if awaits[after] else 0 if after in arrivals else least
-                if not awaits[after]:
-                    lack = max(lack, goal_block - volume // prod(map(max, goal_counts, blocks[after])))
-                lacks[after] = lack
+            lack = lacks[after] if after in lacks else goal.lack(after)
             bound = sent + lack
             if bound > known:
                 continue
@@ -126,6 +145,15 @@ def _shortest(graph: _StateGraph, start: State, goal: Splits) -> list[RouteStep]
                 known = min(known, sent)
             heappush(queue, (bound, reached[1] + (not arrives), reached[2], reached[3], len(done), order, after))
     raise AssertionError("unreachable: gathering and slicing lead everywhere")
+
+
+def _is_nested(splits: Splits, goal: Splits) -> bool:
+    """True if along each dim one of two splits has the major axes of the other.
+
+    Otherwise two axes differ at some place of a dim: a device first along one and last along the other has blocks that
+    share nothing.
+    """
+    return all(entry[: len(other)] == other[: len(entry)] for entry, other in zip(splits, goal, strict=True))
 
 
 def _steps_to_goal(
@@ -172,9 +200,9 @@ class _StateGraph:
         self._dims = range(len(sizes))
         self.states: list[State] = []
         self.blocks: list[list[int]] = []  # per state, the number of blocks of each dim
-        self.awaits: list[bool] = []  # per state, whether sums are pending
         self._numbers: dict[State, int] = {}
         self._moves: dict[int, list[Move]] = {}
+        self._goals: dict[Splits, _Goal] = {}
 
     def number(self, state: State) -> int:
         """The number of a state."""
@@ -183,8 +211,14 @@ class _StateGraph:
             state_number = self._numbers[state] = len(self.states)
             self.states.append(state)
             self.blocks.append(self.counts(state[0]))
-            self.awaits.append(bool(state[1]))
         return state_number
+
+    def goal_at(self, splits: Splits) -> _Goal:
+        """The goal of routes to these splits."""
+        goal = self._goals.get(splits)
+        if goal is None:
+            goal = self._goals[splits] = _Goal(self, splits)
+        return goal
 
     def counts(self, splits: Splits) -> list[int]:
         """The number of blocks of each dim."""
