@@ -261,7 +261,9 @@ class CopyTables:
         sets = [candidates[some] for some in _sets(free.tobytes(), len(candidates), most)]
         if all(not all(use.classes) for use in mine):  # possibly no use needs anything
             sets.insert(0, np.zeros((1, 0), np.intp))
-        link = np.concatenate([self._together(root, some) for some in sets], axis=1)
+        # Several producers have many combinations, most of which are alike.
+        rows, of = np.unique(root, axis=0, return_inverse=True) if len(self.made) > 1 else (root, np.arange(len(root)))
+        link = np.concatenate([self._together(rows, some) for some in sets], axis=1)[of.ravel()]
         near = np.concatenate([np.min(self.between[some], axis=1, initial=inf) for some in sets])
         serve = [self._costs_of(use, near) for use in mine]
         lasting = np.zeros((len(near), 0))
