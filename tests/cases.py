@@ -20,6 +20,7 @@ import meshlib as mtf
 from layouts import Dimension, Shape
 from meshlib.core.graph import Operation, Tensor
 from meshlib.ops.control.remat import from_host, to_host
+from meshlib.ops.pointwise.random import drawn_from
 from tests.oracle import normal, uniform
 
 Array = np.ndarray[Any, Any]
@@ -1152,6 +1153,15 @@ row(
     lambda: normal("noise", (4, 6), 0.5, 2.0),
     bitwise=True,
 )
+for _numbers in ("n", "nm"):
+    row(
+        "numbered_random",
+        _numbers,
+        {name: whole("") for name in _numbers},
+        lambda f, *given: drawn_from(dims("a:12;b:4"), ("uniform", 0.0, 1.0), f, None, "drawn", "s", numbers=given),
+        lambda *given: uniform("s", (12, 4), trips=[*map(int, given)]),
+        bitwise=True,
+    )
 row(
     "random",
     "dropout",

@@ -23,7 +23,7 @@ from meshlib.jax.placing import between_steps, device_mesh, spec_of
 from meshlib.jax.settings import by_default
 from meshlib.jax.table import row_of, storage
 from meshlib.ops.control.sources import STEP
-from meshlib.ops.pointwise.random import RANDOM, stream_of
+from meshlib.ops.pointwise.random import NUMBERED, RANDOM, stream_of
 from meshlib.program.instructions import Compute, Loop, Value
 from meshlib.program.records import Program, walk
 
@@ -69,7 +69,7 @@ class Step:
             {
                 stream_of(i.operation)
                 for i, _, _ in walk(program)
-                if isinstance(i, Compute) and i.operation.opdef is RANDOM
+                if isinstance(i, Compute) and i.operation.opdef in (RANDOM, NUMBERED)
             }
         )
         self.prints = _prints(program)

@@ -10,9 +10,10 @@ from typing import Any
 
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes
-from meshlib.jax.importing.code import DTYPES, CodeStep
+from meshlib.jax.importing.code import DTYPES, CodeStep, Var
 from meshlib.jax.importing.table import fresh, rule
 from meshlib.jax.importing.writing import StepWriter
+from meshlib.ops.control.sources import constant
 from meshlib.ops.pointwise.arithmetic import floor, less, minimum
 from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.random import drawn_from
@@ -36,8 +37,9 @@ def _numbers(
     stream, dtype = step.params.get("stream"), DTYPES[out.dtype]
     of = f"{stream} part {part}" if stream and part else stream
     wide = dtype if "float" in dtype else "float32"
-    constant_over = step.params.get("constant_over", ())
-    return drawn_from(w.shape(out.axes), (law, low, high), wide, None, f"random_{law}", of, constant_over)
+    terms = [w.tensor(x) if isinstance(x, Var) else constant(x, [], "int32") for x in step.params.get("terms", ())]
+    constant_over = tuple(range(out.level)) if terms else step.params.get("constant_over", ())
+    return drawn_from(w.shape(out.axes), (law, low, high), wide, None, f"random_{law}", of, constant_over, terms)
 
 
 def _draw_axes(axes: Axes, step: CodeStep) -> None:

@@ -1,14 +1,13 @@
 """Derivations of random keys, with the numbers and indices of all trips, to find keys that are equal in some trip.
 
 The third of several keys equals one that a loop over them reads in its third trip, and `fold_in(key, 3)` one of
-`fold_in(key, n)` in a loop over n. Both are derived alike, from sets of numbers that intersect.
+`fold_in(key, n)` in a loop over n, or for an argument n. Both are derived alike, from sets of numbers that intersect.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import and_
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -18,8 +17,10 @@ from meshlib.jax.importing.code import CodeStep, Var, numpy_type
 from meshlib.jax.importing.table import RULES
 from meshlib.jax.importing.trips import elements_of
 
-Numbers: TypeAlias = tuple[frozenset[int], ...]
-
+# The possible values of each number; None: any.
+Numbers: TypeAlias = tuple[frozenset[int] | None, ...]
+# The numbers themselves, as values of the traced function; None if a key also depends on other things.
+Terms: TypeAlias = tuple[Var | int, ...] | None
 
 NUMBER, CHILDREN = "number", "children"  # kinds of forms that others are derived from in special ways
 
@@ -33,6 +34,7 @@ class Form(NamedTuple):
     kind: str
     parts: tuple[Hashable, ...]
     numbers: Numbers = ()
+    terms: Terms = None
 
 
 class Ancestor(NamedTuple):
@@ -64,8 +66,8 @@ class Ancestor(NamedTuple):
         return (self.carried or other.carried) and any(
             a.key[0] == b.key[0]
             and a.following != b.following
-            and all(map(and_, a.key[1], b.key[1]))
-            and (a.children is None or b.children is None or bool(a.children & b.children))
+            and meet(a.key[1], b.key[1])
+            and meet((a.children,), (b.children,))
             for a in self.line()
             for b in other.line()
         )
@@ -98,10 +100,10 @@ class Forms:
                 self._levels[x] = frozenset[int]().union(*map(self.levels, maker.ins))
         return self._levels[x]
 
-    def of(self, keys: Sequence[Var]) -> tuple[tuple[Hashable, ...], Numbers]:
+    def of(self, keys: Sequence[Var]) -> tuple[tuple[Hashable, ...], Numbers, Terms]:
         """The derivations of keys without their numbers, and all numbers."""
         forms = [self.form(x) for x in keys]
-        return tuple(map(self._what, forms)), tuple([n for f in forms for n in f.numbers])
+        return tuple(map(self._what, forms)), *_joined(forms)
 
     def ancestors(self, x: Var) -> Ancestor | None:
         """The keys from which a key is derived, the last one first."""
@@ -135,16 +137,16 @@ class Forms:
     def exact(self, x: Var) -> Hashable | None:
         """The form of a key that is the same in all trips: equal for equal keys. None for others."""
         form = self.form(x)
-        return self._known(x) if all(len(values) == 1 for values in form.numbers) else None
+        return self._known(x) if all(values is not None and len(values) == 1 for values in form.numbers) else None
 
     def _form(self, x: Var) -> Form:
         values, maker = self._values(x), x.maker
-        if values is not None:
-            return Form(NUMBER, (), (values,))
+        if values is not None or (not x.key and not x.shape and "int" in x.dtype):
+            return Form(NUMBER, (), (values,), (x,))
         if maker is None or maker.bodies or not x.key:
-            return Form("value", (x,))
+            return Form("value", (x,), (), None if self.levels(x) else ())
         parts = [self.form(y) for y in maker.ins]
-        numbers = tuple([n for part in parts for n in part.numbers])
+        numbers = _joined(parts)
         of = tuple(map(self._what, parts))
         match maker.kind:
             case "random_wrap" | "random_unwrap" | "random_clone":
@@ -153,14 +155,14 @@ class Forms:
                 return parts[0]
             case "random_fold_in":
                 is_child = parts[1].kind == NUMBER and _splits_like_folds(maker)
-                return Form("child", of[:1], numbers) if is_child else Form("fold", of, numbers)
+                return Form("child", of[:1], *numbers) if is_child else Form("fold", of, *numbers)
             case "random_split" if len(x.shape) == len(maker.ins[0].shape) + 1 == 1 and _splits_like_folds(maker):
-                return Form(CHILDREN, of, numbers)
+                return Form(CHILDREN, of, *numbers)
             case "slice" | "dynamic_slice" if self._select(x, maker):
                 return Form("value", (x,))
             case "squeeze" if maker.params["dimensions"] == (0,) and maker.ins[0] in self._rows:
                 return self._element(maker.ins[0])
-        return Form(maker.kind, (maker.outs.index(x), str(maker.params), *of), numbers)
+        return Form(maker.kind, (maker.outs.index(x), str(maker.params), *of), *numbers)
 
     def _values(self, x: Var) -> frozenset[int] | None:
         """The possible values of an integer, if known."""
@@ -174,12 +176,10 @@ class Forms:
         if x.maker is None or rule is None or rule.fold is None or not rule.by_element:
             return None
         operands = [self.form(y) for y in x.maker.ins]
-        if any(form.kind != NUMBER for form in operands) or sum(len(form.numbers[0]) > 1 for form in operands) > 1:
+        known = [form.numbers[0] for form in operands if form.kind == NUMBER and form.numbers[0] is not None]
+        if len(known) < len(operands) or sum(len(values) > 1 for values in known) > 1:
             return None
-        arrays = [
-            np.array(sorted(form.numbers[0]), numpy_type(y.dtype))
-            for form, y in zip(operands, x.maker.ins, strict=True)
-        ]
+        arrays = [np.array(sorted(n), numpy_type(y.dtype)) for n, y in zip(known, x.maker.ins, strict=True)]
         return _integers(rule.fold(x.maker, *arrays))
 
     def _select(self, x: Var, maker: CodeStep) -> bool:
@@ -211,14 +211,16 @@ class Forms:
     def _element(self, array: Var) -> Form:
         of, rows = self._rows_of(array)
         numbers = (*of.numbers, rows)
-        return Form("child", of.parts, numbers) if of.kind == CHILDREN else Form("row", (self._what(of),), numbers)
+        terms = None if of.terms is None or len(rows) > 1 else (*of.terms, *rows)
+        kind, parts = ("child", of.parts) if of.kind == CHILDREN else ("row", (self._what(of),))
+        return Form(kind, parts, numbers, terms)
 
     def slice(self, x: Var, stack: Var) -> None:
         """The argument of a loop's body that is an element of a stack in each trip."""
         self._levels[x] = self.levels(stack) | {x.level}
         elements = None if x.shape or x.key else elements_of(stack)
         if elements is not None and elements.dtype.kind in "iu":
-            self._forms[x] = Form(NUMBER, (), (_integers(elements),))
+            self._forms[x] = Form(NUMBER, (), (_integers(elements),), (x,))
         elif x.key:
             self._forms[x] = self._elements.get(stack) or self._element(stack)
             self._descend(x, self.ancestors(stack))
@@ -229,7 +231,8 @@ class Forms:
         begin = self._values(first)
         if begin is not None and len(begin) == 1:
             (value,) = begin
-            self._forms[x] = Form(NUMBER, (), (frozenset([value + n * int(np.asarray(step)) for n in range(length)]),))
+            values = frozenset([value + n * int(np.asarray(step)) for n in range(length)])
+            self._forms[x] = Form(NUMBER, (), (values,), (x,))
 
     def carry(self, x: Var, first: Var, following: Any) -> None:
         """The argument of a loop's body that is a key, computed from that of the trip before by `following`."""
@@ -243,6 +246,18 @@ class Forms:
         if element.key:
             self._elements[whole] = self.form(element)
             self._ancestors[whole] = self.ancestors(element)
+
+
+def meet(a: Numbers, b: Numbers) -> bool:
+    """True if numbers with these possible values may be equal."""
+    return all(m is None or n is None or m & n for m, n in zip(a, b, strict=True))
+
+
+def _joined(forms: Sequence[Form]) -> tuple[Numbers, Terms]:
+    """The numbers of several forms, and their terms."""
+    terms = [f.terms for f in forms if f.terms is not None]
+    joined = tuple([t for own in terms for t in own]) if len(terms) == len(forms) else None
+    return tuple([n for f in forms for n in f.numbers]), joined
 
 
 def _child(following: Any) -> frozenset[int] | None:

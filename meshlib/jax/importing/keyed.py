@@ -2,8 +2,9 @@
 
 A step that reads a key is the earlier one with an equal key where that is visible, and leaves loops that do not
 determine its key. In another body it draws from the same stream, if the loops that determine its key are of equal
-length; over the other loops around it the numbers are constant. Otherwise the second draw is refused. So is a draw
-with a key that some trip of a loop has drawn with: `meshlib.jax.importing.key_forms`.
+length; over the other loops around it the numbers are constant. A draw whose key may equal that of another, in some
+trip or for some argument (`meshlib.jax.importing.key_forms`), draws from the same stream by the numbers in its key:
+`fold_in(key, n)` with n an argument, and `fold_in(key, 3)`. Where these are not known the second draw is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from meshlib.jax.importing.code import CodeStep, Var, scan_sizes
-from meshlib.jax.importing.key_forms import Ancestor, Forms, Numbers
+from meshlib.jax.importing.key_forms import Ancestor, Forms, Numbers, Terms, meet
 from meshlib.jax.importing.trips import elements_of
 
 AGAIN = (
@@ -26,15 +27,27 @@ AGAIN = (
 
 
 class Draw(NamedTuple):
-    """A draw by its kind, and the numbers in its keys where these may vary."""
+    """A draw: its kind, the identities and the derivation of its keys, and the numbers in these."""
 
     kind: str
-    numbers: Numbers = ()
+    keys: tuple[Hashable, ...]
+    derivation: Hashable
+    numbers: Numbers
+    terms: Terms
+    identity: int
 
     def repeats(self, other: Draw) -> bool:
-        """True if it may give the numbers of another draw, of other keys that are derived alike."""
-        same = self.kind == other.kind or "random_bits" in (self.kind, other.kind)
-        return same and all(a & b for a, b in zip(self.numbers, other.numbers, strict=True))
+        """True if it may give the numbers of another draw, whose keys are equal or derived alike."""
+        return self.is_like(other) and (self.keys == other.keys or meet(self.numbers, other.numbers))
+
+    def is_like(self, other: Draw) -> bool:
+        """True if both give equal numbers for equal keys."""
+        return self.kind == other.kind or "random_bits" in (self.kind, other.kind)
+
+    def joins(self, other: Draw) -> bool:
+        """True if both can draw from one stream by the numbers in their keys."""
+        same = (self.kind, self.derivation) == (other.kind, other.derivation)
+        return same and self.terms is not None and other.terms is not None
 
 
 @dataclass(eq=False)
@@ -53,8 +66,8 @@ class Keyed:
     identities: dict[Var, Hashable] = field(default_factory=dict)
     forms: Forms = field(default_factory=Forms)
     drawn: dict[Hashable, frozenset[Draw]] = field(default_factory=dict)  # bits -> their draws
-    # identity -> the first draw, and the trips of the loops that determine its key
-    first: dict[Hashable, tuple[CodeStep, tuple[int, ...]]] = field(default_factory=dict)
+    # identity -> its draws, and the trips of the loops that determine the key of the first
+    draws: dict[Hashable, tuple[list[CodeStep], tuple[int, ...]]] = field(default_factory=dict)
     lines: dict[Hashable, list[tuple[Draw, Ancestor]]] = field(default_factory=dict)  # bits -> ancestors of draws' keys
     _numbers: dict[Hashable, int] = field(default_factory=dict)
 
@@ -132,32 +145,44 @@ class Keyed:
         constant_over = tuple([n for n, level in enumerate(reversed(loops)) if level not in deciding])
         if constant_over:
             step.params = {**step.params, "constant_over": constant_over}
-        first, like = self.first.setdefault(identity, (step, around))
-        if first is step or around != like:
-            return self._add_keys(step, keys)
-        for draw in (first, step):
-            draw.params = {**draw.params, "stream": f"key {identity}"}
+        steps, like = self.draws.setdefault(identity, ([], around))
+        steps.append(step)
+        if len(steps) == 1 or around != like:
+            return self._add_keys(step, keys, identity)
+        stream = steps[0].params.get("stream", f"key {identity}")
+        for draw in (steps[0], step):
+            draw.params = {**draw.params, "stream": stream}
+        if "terms" in steps[0].params:
+            self._join(step, stream)
         return True
 
-    def _add_keys(self, step: CodeStep, keys: Sequence[Var]) -> bool:
+    def _add_keys(self, step: CodeStep, keys: Sequence[Var], identity: int) -> bool:
         """Record the keys of a draw; False, and nothing recorded, if others with these numbers may have been drawn."""
         # Parts of a differentiated function may contain the bits of a distribution without its name.
         bits = (step.params.get("bit_width", 32), step.outs[0].shape)
-        whats, numbers = self.forms.of(keys)
+        whats, numbers, terms = self.forms.of(keys)
         equal, alike = (*bits, *map(self.identity, keys)), ("alike", *bits, *whats)
-        draws, others = self.drawn.get(equal, frozenset()), self.drawn.get(alike, frozenset())
-        own, varying = Draw(step.kind), Draw(step.kind, numbers)
+        own = Draw(step.kind, equal, alike, numbers, terms, identity)
+        repeated = {d for of in (equal, alike) for d in self.drawn.get(of, ()) if own.repeats(d)}
         lines = self.lines.setdefault(bits, [])
         ancestors = [a for a in map(self.forms.ancestors, keys) if a is not None]
-        if (
-            any(own.repeats(d) for d in draws)
-            or any(varying.repeats(d) for d in others if d.numbers != numbers)
-            or any(own.repeats(draw) and a.may_meet(b) for a in ancestors for draw, b in lines)
+        if not all(map(own.joins, repeated)) or any(
+            own.is_like(draw) and a.may_meet(b) for a in ancestors for draw, b in lines
         ):
             return False
+        if repeated:
+            for draw in (step, *(s for d in repeated for s in self.draws[d.identity][0])):
+                self._join(draw, f"keys {self._number(*alike)}")
         lines += [(own, a) for a in ancestors]
-        self.drawn[equal], self.drawn[alike] = draws | {own}, others | {varying}
+        for of in (equal, alike):
+            self.drawn[of] = self.drawn.get(of, frozenset()) | {own}
         return True
+
+    def _join(self, step: CodeStep, stream: str) -> None:
+        """Let a step draw from a stream by the numbers in its keys."""
+        terms = self.forms.of([x for x in step.ins if x.key])[2] or ()
+        step.ins += [x for x in terms if isinstance(x, Var) and x not in step.ins]
+        step.params = {**step.params, "stream": stream, "terms": terms}
 
 
 def _following(jaxpr: Any, at: int, carries_and_slices: int) -> Any:

@@ -90,11 +90,12 @@ def _times(x: Array, factor: int) -> tuple[Array, Array]:
 
 
 @row("random")
-def _random(part: RowContext) -> Array:
+@row("numbered_random")
+def _random(part: RowContext, *numbers: Array) -> Array:
     context, op, out = part.context, part.operation, part.out
     base = context.keys[stream_of(op)]
     key = (base[0], base[1])
-    for number in (context.step, *deciding_trips(op, context.trips)):
+    for number in (context.step, *deciding_trips(op, context.trips), *numbers):
         key = threefry2x32(key, jnp.zeros((), jnp.uint32), number.astype(jnp.uint32))
     offsets = [part.offsets[n] for n in out.shape.names]
     x, y = threefry2x32(key, *_positions(offsets, out.shape.sizes, op.output.shape.sizes))

@@ -13,8 +13,8 @@ from meshlib.core.arguments import at, fitting, number, whole
 from meshlib.core.dtypes import as_dtype
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType, current_graph, find_dim
-from meshlib.core.opdef import Array, Block, Kind, Work
-from meshlib.ops.building import as_dims, build_source, floats, tensor
+from meshlib.core.opdef import Array, Block, Kind, Work, variant
+from meshlib.ops.building import as_dims, build, build_source, floats, tensor
 from meshlib.ops.control.sources import beside, source
 from meshlib.ops.movement.ranking import argmax, nth_largest_element, sort
 from meshlib.ops.pointwise.arithmetic import greater_equal, less, log, negative, where
@@ -26,11 +26,12 @@ T = TypeVar("T")
 _NEVER = -1e30  # logit of excluded elements
 
 
-def _random_local(block: Block) -> Array:
+def _random_local(block: Block, *numbers: Array) -> Array:
     names, out = block.out.shape.names, block.out
     whole = block.operation.output.shape.sizes
     offsets, op = [block.offsets[n] for n in names], block.operation
     key = block.engine.key(stream_of(op), deciding_trips(op, block.engine.trips))
+    key = initializers.fold(key, *(int(x) for x in numbers))
     return initializers.draw(block.attrs["law"], key, whole, offsets, out.shape.sizes, out.dtype)
 
 
@@ -40,6 +41,9 @@ def _random_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[st
 
 
 RANDOM = source("random", Kind.SOURCE, _random_local, _random_work, exact=True, unique=True)
+NUMBERED = variant(
+    RANDOM, "numbered_random", kind=Kind.ELEMENTWISE, grad=lambda op, dy: [None] * len(op.inputs), unique=False
+)
 
 
 def stream_of(operation: Operation) -> str:
@@ -61,10 +65,12 @@ def drawn_from(
     what: str,
     stream: str | None = None,
     constant_over: tuple[int, ...] = (),
+    numbers: Sequence[Tensor] = (),
 ) -> Tensor:
     """Random numbers from a distribution, in a stream of their own unless one is given.
 
-    `constant_over`: enclosing loops, counted from the innermost, all of whose trips draw the same numbers.
+    `constant_over`: enclosing loops, counted from the innermost, all of whose trips draw the same numbers. `numbers`,
+    int32 without dims, are folded into the key: draws of one stream are equal where their numbers are.
     """
     drawn = as_dtype(dtype)
     if not drawn.is_wide_float:
@@ -76,6 +82,8 @@ def drawn_from(
         attrs["stream"] = stream
     if constant_over:
         attrs["constant_over"] = constant_over
+    if numbers:
+        return build(NUMBERED, numbers, attrs, what if name is None else name)
     return build_source(current_graph(what), RANDOM, attrs, what if name is None else name).output
 
 

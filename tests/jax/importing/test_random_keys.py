@@ -17,21 +17,24 @@ SPLITS = 4
 
 
 def drawing(rng):
-    """A function of a key that draws in up to two nested loops, each of which determines the key or not."""
+    """A function of a key and a number: it draws in up to two nested loops, which determine the key or not."""
     loops = [(rng.choice(["split", "some rows", "fold"]), rng.choice([2, 3]), rng.random() < 0.7) for _ in range(2)]
-    loops, last, n = loops[: rng.randrange(3)], rng.choice(["row", "fold", "split of fold"]), rng.randrange(3)
+    last, n = rng.choice(["row", "fold", "split of fold", "given"]), rng.randrange(3)
+    loops = loops[: rng.randrange(3)]
 
-    def draw(key, depth=0):
+    def draw(key, given, depth=0):
         if depth == len(loops):
             if last == "row":
                 return jax.random.normal(jax.random.split(key, SPLITS)[n], (3,))
-            key = jax.random.fold_in(key, n)
-            return jax.random.normal(key if last == "fold" else jax.random.split(key)[0], (3,))
+            key = jax.random.fold_in(key, given + n if last == "given" else n)
+            return jax.random.normal(jax.random.split(key)[0] if last == "split of fold" else key, (3,))
         kind, trips, decides = loops[depth]
         if kind == "fold":
-            return lax.map(lambda n: draw(jax.random.fold_in(key, 2 * n) if decides else key, depth + 1), jnp.arange(3))
+            return lax.map(
+                lambda n: draw(jax.random.fold_in(key, 2 * n) if decides else key, given, depth + 1), jnp.arange(3)
+            )
         keys = jax.random.split(key, trips) if kind == "split" else jax.random.split(key, SPLITS)[1:trips]
-        return lax.map(lambda k: draw(k if decides else key, depth + 1), keys)
+        return lax.map(lambda k: draw(k if decides else key, given, depth + 1), keys)
 
     return draw
 
@@ -48,35 +51,40 @@ def test_numbers_are_equal_where_those_of_jax_are(seed):
     key = jax.random.PRNGKey(7) if seed % 3 == 0 else jax.random.key(7)
     draws = [drawing(rng) for _ in range(rng.choice([1, 2, 2]))]
 
-    def function(w, key):
-        return [w + draw(key) for draw in draws]
+    def function(w, key, given):
+        return [w + draw(key, given) for draw in draws]
 
-    w = np.float32(0)
-    expected = pattern(function(w, key))
+    given = np.float32(0), key, np.int32(rng.randrange(3))
+    expected = pattern(function(*given))
     try:
-        graph = mtf.from_jax(function, w, key)
+        graph = mtf.from_jax(function, *given)
     except NotImported:
-        assert expected != [*range(len(expected))]
+        others = (pattern(function(*given[:2], np.int32(n))) for n in range(-2, 5))
+        assert any(numbers != [*range(len(numbers))] for numbers in others)
         return
     program = mtf.lower(graph.outputs)
-    assert pattern(mtf.simulate(program).step(**graph.feeds(w, key)).values()) == expected
-    assert pattern(mtf.on_jax(program).step(**graph.feeds(w, key)).values()) == expected
+    assert pattern(mtf.simulate(program).step(**graph.feeds(*given)).values()) == expected
+    assert pattern(mtf.on_jax(program).step(**graph.feeds(*given)).values()) == expected
 
 
-def test_keys_that_are_numbered_by_an_argument():
-    """As dropout is, whose keys are `fold_in(key, step)`."""
+@pytest.mark.parametrize(("step", "expected"), [(5, [0, 0, 2, 3, 3, 5]), (3, [0, 0, 2, 3, 0, 0])])
+def test_keys_that_are_numbered_by_an_argument(step, expected):
+    """As dropout is, whose keys are `fold_in(key, step)`, beside keys of other numbers."""
 
     def draws(w, key, step):
+        def numbers(n):
+            return w + jax.random.normal(jax.random.fold_in(key, n), (3,))
+
         def trip(count, _):
-            return count + 1, w + jax.random.normal(jax.random.fold_in(key, count), (3,))
+            return count + 1, numbers(count)
 
-        first, again = (w + jax.random.normal(jax.random.fold_in(key, step), (3,)) for _ in range(2))
-        return first, again, lax.scan(trip, step + 1, None, length=2)[1]
+        later = lax.scan(trip, step + 1, None, length=2)[1]
+        return numbers(step), jax.checkpoint(numbers)(step), later, numbers(2 * step - 3), numbers(3)
 
-    given = np.float32(0), jax.random.key(7), np.uint32(5)
+    given = np.float32(0), jax.random.key(7), np.uint32(step)
     graph = mtf.from_jax(draws, *given)
     drawn = mtf.simulate(mtf.lower(graph.outputs)).step(**graph.feeds(*given)).values()
-    assert pattern(drawn) == pattern(draws(*given)) == [0, 0, 2, 3]
+    assert pattern(drawn) == pattern(draws(*given)) == expected
 
 
 def in_a_trip(inside, outside):
@@ -97,10 +105,6 @@ REFUSED = {
     "overlapping rows": lambda w, key: (
         w + over(lambda k: jax.random.split(k, 6)[:3])(key),
         over(lambda k: jax.random.split(k, 6)[2:])(key),
-    ),
-    "folded counter": in_a_trip(
-        lambda k: lax.map(lambda n: jax.random.normal(jax.random.fold_in(k, 2 * n), (3,)), jnp.arange(4)),
-        lambda k: jax.random.fold_in(k, 6),
     ),
     "raw row": in_a_trip(
         over(lambda k: jax.random.split(jax.random.key_data(k), 4)),
