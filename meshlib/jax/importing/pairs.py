@@ -151,6 +151,13 @@ def _running_product(params: Any, x: Parts) -> Parts:
     return product
 
 
+def _whole_product(params: Any, x: Parts) -> Parts:
+    for axis in sorted(params["axes"], reverse=True):
+        running = _running_product({"axis": axis, "reverse": False}, x)
+        x = (lax.index_in_dim(running[0], -1, axis, False), lax.index_in_dim(running[1], -1, axis, False))
+    return x
+
+
 def _power(params: Any, x: Parts) -> Parts:
     product = (jnp.ones_like(x[0]), jnp.zeros_like(x[0]))
     for _ in range(abs(params["y"])):
@@ -177,6 +184,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "sin": lambda params, x: (lax.sin(x[0]) * lax.cosh(x[1]), lax.cos(x[0]) * lax.sinh(x[1])),
     "cos": lambda params, x: (lax.cos(x[0]) * lax.cosh(x[1]), -lax.sin(x[0]) * lax.sinh(x[1])),
     "cumprod": _running_product,
+    "reduce_prod": _whole_product,
     "integer_pow": _power,
     "square": lambda params, x: _times(params, x, x),
     "abs": lambda params, x: lax.sqrt(x[0] * x[0] + x[1] * x[1]),

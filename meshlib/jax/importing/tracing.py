@@ -131,7 +131,7 @@ class Tracing:
             return self._kernel(eqn, ins, place)
         if (inner := params.get(_CALLS.get(name, ""))) is not None:
             name = f"jit:{params.get('name', '')}"
-            if not self._is_known(name, inner, len(ins)):
+            if not self._is_known(name, inner, len(ins)) or any(is_complex(v.aval) for v in eqn.outvars):
                 return self.inline(inner, ins, place, inherit=author_of(inner) != "user")
         if (written := expanded(eqn, self.axis_env)) is not None:
             return self.inline(written, ins, place, inherit=True)

@@ -86,7 +86,7 @@ FUNCTIONS = {
     "complex numbers": lambda x, y, i: rotated(x, y),
     "complex states": lambda x, y, i: recurrent(x, y),
     "Fourier transforms": lambda x, y, i: (
-        jnp.real(jnp.fft.fft2(x)) * jnp.imag(jnp.fft.ifftn(x + 1j * y)) + jnp.abs(jnp.fft.rfft2(y)).sum()
+        jnp.real(jnp.fft.fft2(x, norm="ortho")) * jnp.imag(jnp.fft.ifftn(x + 1j * y)) + jnp.abs(jnp.fft.rfft2(y)).sum()
         + jnp.fft.irfft(jnp.fft.rfft(x) * jnp.fft.rfft(y)) + jnp.fft.irfftn(jnp.fft.rfftn(y) * (1 + 2j), y.shape)
     ),
     "words": lambda x, y, i: (
@@ -311,12 +311,13 @@ def test_more_draws():
             jax.random.uniform(d, (4096, 2), minval=jnp.array([0.0, 10.0]), maxval=20.0) * w,
             jax.random.bits(a, (4096,), "uint8"),
             jax.random.bits(key, (4096,)).astype("float32"),
+            jax.random.normal(d, (4096,), "complex64"),
         )
 
     for key in (jax.random.key(0), jax.random.PRNGKey(0)):
         graph = mtf.from_jax(draw, np.ones(2, "float32"), key)
         assert not graph.inputs
-        whole, normal, order, uniform, few, words = mtf.simulate(mtf.lower(graph.outputs)).step().values()
+        whole, normal, order, uniform, few, words, *parts = mtf.simulate(mtf.lower(graph.outputs)).step().values()
         assert np.bincount(whole + 3).min() > 4096 / 8 * 0.8
         assert (whole.min(), whole.max()) == (-3, 4)
         assert -1 <= normal.min() < -0.95
@@ -326,6 +327,7 @@ def test_more_draws():
         assert uniform.min(0) == pytest.approx([0, 10], abs=0.1)
         assert uniform.max(0) == pytest.approx([20, 20], abs=0.1)
         assert (few.min(), few.max()) == (0, 255)
+        assert np.std(parts, axis=1) == pytest.approx([0.5**0.5] * 2, rel=0.05)
         assert (words.min(), words.mean(), words.max()) == pytest.approx((0, 2**31, 2**32), abs=2**27)
 
 
