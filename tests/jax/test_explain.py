@@ -234,6 +234,21 @@ def test_stages_of_a_collective_follow_each_other_and_have_the_name_of_what_they
     assert {(c.op_name, c.source) for c in found} == {("jit(f)/wi/grad/dot_general", "m.py:3")}
 
 
+MOVES = {
+    "send": "(f32[8,8]{1,0}, u32[], token[]) send(%p, %t), channel_id=1, frontend_attributes={PAIRS={{0,1},{1,2}}}",
+    "quoted": '(f32[8,8]{1,0}, u32[], token[]) send(%p, %t), channel_id=1, frontend_attributes={PAIRS="{{0,1},{1,2}}"}',
+    "broadcast": "f32[8,8]{1,0} collective-broadcast(%p), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}",
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_blocks_that_a_device_sends_to_others(move: str) -> None:
+    moved = MOVES[move].replace("PAIRS", "_xla_send_recv_source_target_pairs")
+    text = f"HloModule m, num_partitions=8\n\nENTRY %main (p: f32[8,8]) -> f32[8,8] {{\n  ROOT %r = {moved}\n}}\n"
+    (c,) = mtf.jax.explain(text, "v5e-8", mesh="x:2;y:4").collectives
+    assert (c.kind, c.axes, c.payload_bytes, c.sent_bytes) == ("collective_permute", ("y",), 256, 256)
+
+
 def test_attributes_of_kernels_go_on_in_further_lines() -> None:
     """What is behind such a kernel is not lost, and a text without a ROOT is refused."""
     kernel = """  %k = bf16[16,8]{1,0} custom-call(%a), custom_call_target="x", frontend_attributes={kernel_metadata={

@@ -2,8 +2,8 @@
 
 One collective takes several forms in HLO. A pair of `-start` and `-done` counts once. So does one that a TPU's compiler
 spreads over several fusions, each with a copy: only the copy with `AsyncCollectiveStart` counts. An all-reduce in a
-fusion that slices its result per device is a reduce-scatter. A module for several slices is the program of one of them:
-collectives between slices are host transfers, sends that name the kind of collective.
+fusion that slices its result per device is a reduce-scatter. A permute may be a pair of `send` and `recv`. A module for
+several slices is the program of one of them: collectives between slices are host transfers, sends that name the kind.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import prod
 
 from layouts.step_kinds import ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, STEP_KINDS, StepKind
 from meshlib.core.errors import ProgramError
-from meshlib.jax.hlo.groups import Groups, permute_pairs, replica_groups
+from meshlib.jax.hlo.groups import PAIRS, Groups, permute_pairs, replica_groups
 from meshlib.jax.hlo.text import Array, Computation, HloInstruction, Module
 from meshlib.jax.hlo.walk import Frame, walk
 
@@ -81,7 +81,7 @@ class HloCollective:
         kind = STEP_KINDS[self.kind]
         if self.is_ragged:
             return float(self.payload_bytes)
-        if kind.permutes and all(a == b for a, b, *_ in self.groups):
+        if kind.permutes and all(a == b for a, b in self.groups):
             return 0.0
         return float(kind.sent_bytes(self.payload_bytes, self.group_size))
 
@@ -110,6 +110,8 @@ def collectives_of(module: Module, hidden: tuple[str, ...] = (), slices: int = 1
         if opcode in KINDS and _is_counted(frame.holder, i):
             c = _collective(module, frame, i, opcode, times, branch, hidden)
             collectives.append(c if slices == 1 else replace(c, groups=_in_each(c.groups, module.devices, slices)))
+        elif i.opcode == "send" and PAIRS in i.attributes:
+            collectives.append(_collective(module, frame, i, "collective-permute", times, branch, hidden))
         elif i.opcode == "send" and (between := _BETWEEN.search(i.attributes)):
             collectives.append(_between(module, frame, i, between[1], times, branch, hidden, slices))
     return collectives
@@ -169,8 +171,10 @@ def _collective(
 ) -> HloCollective:  # fmt: skip
     holder = frame.holder
     kind = KINDS[opcode]
-    pairs = "source_target_pairs" in i.attributes
+    pairs = PAIRS in i.attributes
     groups = permute_pairs(i.attributes) if kind.permutes and pairs else replica_groups(i.attributes, module.devices)
+    if kind.permutes and not pairs:  # a broadcast: from the first device of each group to the others
+        groups = tuple([(g[0], d) for g in groups for d in g[1:]])
     results = _results(i, kind)
     size = 1 if kind.permutes else len(groups[0])
     operands = tuple(_operand(a, kind, size) for a in results)
@@ -232,12 +236,14 @@ def _upstream(
 
 def _is_async(frame: Frame, i: HloInstruction) -> bool:
     wrapped = frame.call is not None and frame.call.opcode == "async-start"
-    return wrapped or i.opcode.endswith("-start") or "async_collective_fusion_config" in i.attributes
+    return wrapped or i.opcode.endswith(("-start", "send")) or "async_collective_fusion_config" in i.attributes
 
 
 def _results(i: HloInstruction, kind: StepKind) -> tuple[Array, ...]:
     """The result arrays of a collective; the result of a `-start` also contains its operands and flags."""
     arrays = i.arrays
+    if i.opcode == "send":
+        return arrays[:1]
     if not i.opcode.endswith("-start") or kind is ALL_REDUCE:
         return arrays
     return arrays[len(i.operands) : 2 * len(i.operands)]

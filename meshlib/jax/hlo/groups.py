@@ -26,7 +26,8 @@ _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?
 _MESH = re.compile(r"replica_groups=@?mesh\[([^\]]*)\](?:,?\s*device_ids=\(([^)]*\)?)\))?\s*\{([^}]*)\}")
 _AXIS = re.compile(r"'([^']+)'=(\d+)")
 _USED = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
-_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+PAIRS = "source_target_pairs"
+_PAIRS = re.compile(PAIRS + r"=\"?\{((?:\{\d+,\d+\},?)*)\}")
 _PAIR = re.compile(r"\{(\d+),(\d+)\}")
 _ORDER = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
 
