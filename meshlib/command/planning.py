@@ -34,7 +34,7 @@ from meshlib.command.tried_layouts import (
 )
 from meshlib.core.errors import GraphError
 from meshlib.core.slices import slice_for
-from meshlib.core.text import wrapped
+from meshlib.core.text import seconds_text, wrapped
 
 if TYPE_CHECKING:
     from meshlib.report.alternatives import Alternative
@@ -204,7 +204,13 @@ def searched_of(args: argparse.Namespace, subject: Subject, where: Slice) -> tup
         return subject, search_of(args, subject, where, tried)
     subject, plans = _usual_plans(args, subject, where, WholeRunOptions({}))
     names = dict.fromkeys((plan.name, plan.mesh) for plan in plans if plan.fits)
-    return subject, search_of(args, subject, where, tried, [*names][:SEEDS])
+    try:
+        return subject, search_of(args, subject, where, tried, [*names][:SEEDS])
+    except KeyboardInterrupt:
+        best = plans[0]
+        if best.est is not None and best.fits and not args.json:
+            say(f"best so far: {best.name} on {best.mesh}, {seconds_text(best.est.step_seconds)}* a step, as by plan")
+        raise
 
 
 def search_of(

@@ -242,7 +242,9 @@ def _mismatch(
     if count > len(in_order) and not by_kind[Parameter.VAR_POSITIONAL]:
         return _too_many(count, in_order, by_kind[Parameter.KEYWORD_ONLY])
     if twice := [name for name in in_order[:count] if name in kwargs]:
-        return f"'{twice[0]}' is given twice, by position and by name"
+        value = args[len(args) - count + in_order.index(twice[0])]
+        hint = f"; is_training? {OF_ARGUMENTS['is_training']}" if isinstance(value, bool) else ""
+        return f"'{twice[0]}' is given twice, by position ({value!r:.80}) and by name{hint}"
     given = {*in_order[:count], *kwargs}
     missing = [n for n in known if n not in given and parameters[n].default is Parameter.empty]
     if missing:

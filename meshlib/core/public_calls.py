@@ -32,6 +32,7 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
         try:
             result = function(*args, **kwargs)
         except TypeError as fault:
+            refuse_mesh(function, args)
             refuse_misfit(fault, function.__name__, [function], args, kwargs)
             raise
         except MeshlibError:

@@ -627,7 +627,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "an argument is given twice": (
         lambda: optimize.SgdOptimizer(0.1, lr=0.2),
-        r"SgdOptimizer \(.*\): 'lr' is given twice, by position and by name",
+        r"SgdOptimizer \(.*\): 'lr' is given twice, by position (\S+) and by name",
     ),
     "operands are given one by one": (
         in_graph(lambda: mtf.einsum(mtf.input("x", [ROWS]), mtf.input("y", [ROWS]), output_shape=[ROWS])),

@@ -110,11 +110,14 @@ def test_calls_as_in_mesh_tensorflow_are_answered() -> None:
             lambda m: mtf.constant(m, 1.0, "a:2"),
             lambda m: mtf.zeros(m, "a:2"),
             lambda m: mtf.range(m, "a:2"),
+            lambda m: mtf.constant(m, 1.0, shape="a:2"),
         ):
             with pytest.raises(mtf.MeshlibError, match=r"operations know no mesh: mtf.lower.*; leave it out: \w+\("):
                 call(mtf.Mesh("rows:2"))  # type: ignore[no-untyped-call]
         with pytest.raises(mtf.MeshlibError, match=r"'variable_dtype'; write numerics=mtf.Numerics\("):
             mtf.layers.dense(x, w.shape, variable_dtype="float32")  # type: ignore[call-arg]
+        with pytest.raises(mtf.MeshlibError, match=r"by position \(True\) and by name; is_training\? give dropout=0"):
+            mtf.layers.dense_relu_dense(x, w.shape.dims[0], True, dropout=0.1)  # type: ignore[misc]
         with pytest.raises(AttributeError, match=r"tensors themselves: write x for x.outputs\[0\]"):
             _ = x.outputs
         assert not hasattr(x, "initializer")
