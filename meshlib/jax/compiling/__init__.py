@@ -127,23 +127,8 @@ def result_of(program: Program, slice_: Any, backend: str, answer: Answer | Fail
         if refusal is None:
             text = answer.message.strip().split("\n", 1)[0][:400]
             raise ProgramError(f"compile_for: the compiler refuses the program on {slice_.name}: {answer.kind}: {text}")
-        return Compiled(
-            program,
-            slice_,
-            backend,
-            versions,
-            None,
-            refusal,
-            planned,
-            None,
-            (),
-            None,
-            "",
-            b"",
-            "",
-            answer.cpu_seconds,
-            0,
-        )
+        ran = answer.cpu_seconds
+        return Compiled(program, slice_, backend, versions, None, refusal, planned, None, (), None, "", b"", "", ran, 0)
     explained = explain(answer.text, slice_, program.mesh)
     return Compiled(
         program,

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from layouts.step_kinds import ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, STEP_KINDS, StepKind
 from meshlib.core.errors import ProgramError
@@ -107,13 +108,23 @@ def collectives_of(module: Module, hidden: tuple[str, ...] = (), slices: int = 1
     collectives = []
     for frame, i, times, branch in walk(module):
         opcode = i.opcode.removesuffix("-start")
+        if opcode == "send" and PAIRS in i.attributes:
+            opcode = "collective-permute"
+        between = _BETWEEN.search(i.attributes) if opcode == "send" else None
         if opcode in KINDS and _is_counted(frame.holder, i):
-            c = _collective(module, frame, i, opcode, times, branch, hidden)
-            collectives.append(c if slices == 1 else replace(c, groups=_in_each(c.groups, module.devices, slices)))
-        elif i.opcode == "send" and PAIRS in i.attributes:
-            collectives.append(_collective(module, frame, i, "collective-permute", times, branch, hidden))
-        elif i.opcode == "send" and (between := _BETWEEN.search(i.attributes)):
-            collectives.append(_between(module, frame, i, between[1], times, branch, hidden, slices))
+            own = _collective(module, frame, i, opcode)
+            own["groups"] = _in_each(own["groups"], module.devices, slices)
+        elif between is not None:
+            own = _between(module, i, between[1], slices)
+        else:
+            continue
+        name = i.op_name or _op_name_beside(frame, i)
+        source = module.source(i, hidden) or _source_beside(module, frame, i, hidden)
+        follows = tuple(_before(module, frame, i))
+        collectives.append(
+            HloCollective(**own, count=times, conditional=branch, is_async=_is_async(frame, i), op_name=name,
+                          source=source, name=i.name, frame=frame, follows=follows)
+        )  # fmt: skip
     return collectives
 
 
@@ -122,10 +133,7 @@ def _in_each(groups: Groups, devices: int, slices: int) -> Groups:
     return tuple(tuple(d + s * devices for d in g) for s in range(slices) for g in groups)
 
 
-def _between(
-    module: Module, frame: Frame, i: HloInstruction, transfer: str, times: int | None, branch: bool,
-    hidden: tuple[str, ...], slices: int,
-) -> HloCollective:  # fmt: skip
+def _between(module: Module, i: HloInstruction, transfer: str, slices: int) -> dict[str, Any]:
     """A collective between slices, whose groups are the devices at the same position of each slice."""
     if transfer not in BETWEEN:
         raise ProgramError(f"explain: a transfer between slices of an unknown kind: {transfer}")
@@ -134,27 +142,9 @@ def _between(
     if kind.permutes:
         groups = tuple((d + s * module.devices, d + (s + 1) % slices * module.devices) for d in range(module.devices)
                        for s in range(slices))  # fmt: skip
-    operand = i.arrays[0]
-    result = kind.larger_bytes(operand.bytes, slices)
-    name = i.op_name or _op_name_beside(frame, i)
-    source = module.source(i, hidden) or _source_beside(module, frame, i, hidden)
-    return HloCollective(
-        kind.name,
-        groups,
-        (operand,),
-        operand.bytes,
-        result,
-        times,
-        branch,
-        True,
-        False,
-        name,
-        source,
-        None,
-        i.name,
-        frame,
-        tuple(_before(module, frame, i)),
-    )
+    size = i.arrays[0].bytes
+    of_bytes = {"payload_bytes": size, "result_bytes": kind.larger_bytes(size, slices)}
+    return {"kind": kind.name, "groups": groups, "operands": i.arrays[:1], "sliced": False, "dim": None, **of_bytes}
 
 
 def _is_counted(holder: Computation, i: HloInstruction) -> bool:
@@ -165,10 +155,8 @@ def _is_counted(holder: Computation, i: HloInstruction) -> bool:
     return any("AsyncCollectiveStart" in r.attributes for r in readers)
 
 
-def _collective(
-    module: Module, frame: Frame, i: HloInstruction, opcode: str, times: int | None, branch: bool,
-    hidden: tuple[str, ...],
-) -> HloCollective:  # fmt: skip
+def _collective(module: Module, frame: Frame, i: HloInstruction, opcode: str) -> dict[str, Any]:
+    """The fields of a collective that its own instruction determines."""
     holder = frame.holder
     kind = KINDS[opcode]
     pairs = PAIRS in i.attributes
@@ -185,25 +173,16 @@ def _collective(
     payload, result = sum(a.bytes for a in operands), sum(a.bytes for a in results)
     if kind is ALL_REDUCE and holder.name != module.entry and _gives_slice(holder, i, size):
         kind, result = REDUCE_SCATTER, result // size
-    source = module.source(i, hidden) or _source_beside(module, frame, i, hidden)
-    return HloCollective(
-        kind.name,
-        groups,
-        operands,
-        payload,
-        result,
-        times,
-        branch,
-        _is_async(frame, i),
-        kind is ALL_REDUCE and size > 1 and _reads_slices(module, holder, i.name),
-        i.op_name or _op_name_beside(frame, i),
-        source,
-        int(match[1]) if (match := _DIMS.search(i.attributes)) else None,
-        i.name,
-        frame,
-        tuple(_before(module, frame, i)),
-        ragged,
-    )
+    return {
+        "kind": kind.name,
+        "groups": groups,
+        "operands": operands,
+        "payload_bytes": payload,
+        "result_bytes": result,
+        "sliced": kind is ALL_REDUCE and size > 1 and _reads_slices(module, holder, i.name),
+        "dim": int(match[1]) if (match := _DIMS.search(i.attributes)) else None,
+        "is_ragged": ragged,
+    }
 
 
 def _before(module: Module, frame: Frame, i: HloInstruction) -> Iterator[str]:
