@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 import numpy as np
 
 from meshlib.lowering.cost_tables import Floats, marginal
 from meshlib.lowering.elimination import Elimination
+
+ROUNDING = 1e-12  # relative error of a bound
 
 
 class _Link(NamedTuple):
@@ -58,9 +60,11 @@ class _Variable:
 
 
 def raise_bound(problem: Elimination, sweeps: int) -> float:
-    """Move costs between the tables of a problem in an even number of sweeps; returns its lower bound."""
-    # Variables of operations are numbered in program order, those of copies behind them: each comes to its producer.
-    order = sorted(problem.domain, key=lambda v: (min([v, *problem.near[v]]), v))
+    """Move costs between the tables of a problem in an even number of sweeps, or until that raises its bound no more.
+
+    Returns: the lower bound.
+    """
+    order = program_order(problem)
     place = {v: n for n, v in enumerate(order)}
     nodes = {v: _Variable(np.zeros(problem.size[v])) for v in order}
     is_finite = True  # no value is ruled out: that does not change
@@ -78,14 +82,24 @@ def raise_bound(problem: Elimination, sweeps: int) -> float:
         leads = [link.leads for link in node.links]
         node.leading = sum([later for later, _ in leads]), sum([earlier for _, earlier in leads])
         is_finite &= bool(np.isfinite(node.costs).all())
+    bound = -inf
     for _ in range(0, sweeps, 2):
         for v in order:
             nodes[v].visit(False, is_finite)
         for v in reversed(order):
             nodes[v].visit(True, is_finite)
+        before, bound = bound, problem.lower_bound() + sum([float(node.costs.min()) for node in nodes.values()])
+        if bound - before <= ROUNDING * abs(bound):
+            break
     for v, node in nodes.items():
         problem.put((v,), node.costs)
     return problem.lower_bound()
+
+
+def program_order(problem: Elimination) -> list[int]:
+    """The variables, those of copies next to their producers'."""
+    # Variables of operations are numbered in program order, those of copies behind them.
+    return sorted(problem.domain, key=lambda v: (min([v, *problem.near[v]]), v))
 
 
 def _rows(table: Floats, axis: int) -> tuple[Floats, Sequence[int]]:

@@ -1,7 +1,8 @@
 """Minimum of a factor graph: elimination, and a search where that needs too large tables.
 
-dive      a good solution, the incumbent: elimination of promising values alone
 ascent    a lower bound, and with it the values that no better solution has; without them, more can be eliminated
+rounding  a solution, the incumbent: one variable after another takes its best value under those before it
+dive      a better solution where the bound is loose: elimination of promising values alone
 branches  each value of a variable with many neighbours is tried; the rest is eliminated, or branched on
 """
 
@@ -12,7 +13,8 @@ from math import inf
 
 import numpy as np
 
-from meshlib.lowering.dual_ascent import raise_bound
+from meshlib.lowering.cost_tables import marginal
+from meshlib.lowering.dual_ascent import program_order, raise_bound
 from meshlib.lowering.elimination import Elimination, FactorGraph, Solution
 
 TABLE_LIMIT = 2_000_000  # entries of a table, above which the search branches
@@ -56,9 +58,9 @@ def solve(graph: FactorGraph, limit: int = TABLE_LIMIT) -> Solution:
     start.reduce(SMALL_TABLE)
     if not start.domain:
         return _Incumbent(graph, start.solution(len(graph.sizes))).solution()
-    raise_bound(start, SWEEPS)
+    best = _Incumbent(graph, [0] * len(graph.sizes))
+    _improve(start, best)
     size = DIVE_TABLE
-    best = _Incumbent(graph, _dive(graph, start, size))
     while not np.isfinite(best.cost) and size < limit:  # the remaining values exclude each other
         size *= 16
         best.offer(_dive(graph, start, size))
@@ -83,13 +85,41 @@ def _dive(graph: FactorGraph, core: Elimination, size: int) -> list[int]:
     return problem.solution(len(graph.sizes))
 
 
+def _rounded(graph: FactorGraph, problem: Elimination) -> list[int]:
+    """A solution by bounds: in program order each variable takes its best value under those of earlier ones."""
+    at: dict[int, int] = {}
+    for v in program_order(problem):
+        costs = np.zeros(problem.size[v])
+        for scope in problem.of[v]:
+            table = problem.tables[scope][tuple([at.get(u, slice(None)) for u in scope])]
+            left = [u for u in scope if u not in at]
+            costs = costs + marginal(table, left.index(v))
+        at[v] = int(costs.argmin())
+    return problem.solution(len(graph.sizes), {v: int(problem.domain[v][n]) for v, n in at.items()})
+
+
+def _improve(problem: Elimination, best: _Incumbent, slack: float = inf, rounds: bool = True) -> bool:
+    """Raise a problem's bound, then improve the incumbent unless the bound exceeds its cost by more than `slack`.
+
+    Rounding is nearly as good as a dive, and cheaper, once the bound is tight: where what it costs is closer to the
+    bound than the bound was raised.
+    """
+    before = problem.lower_bound()
+    low = raise_bound(problem, SWEEPS)
+    if not rounds or low > best.cost + slack:
+        return False
+    is_better = best.offer(_rounded(best.graph, problem))
+    if best.cost - low > low - before:
+        is_better |= best.offer(_dive(best.graph, problem, DIVE_TABLE))
+    return is_better
+
+
 def _attempt(problem: Elimination, best: _Incumbent, slack: float, limit: int) -> None:
-    """Prune by the incumbent's cost plus `slack`, reduce, bound and dive in turn. Raises: TooLarge."""
-    graph, size, dived = best.graph, SMALL_TABLE, inf
+    """Prune by the incumbent's cost plus `slack`, reduce, bound and improve it in turn. Raises: TooLarge."""
+    graph, size, tried = best.graph, SMALL_TABLE, inf
     while problem.domain:
         before = sum(problem.size.values())
-        most = best.cost + slack
-        low = problem.prune(most)
+        low = problem.prune(best.cost + slack)
         if low >= best.cost - abs(slack):
             return
         problem.reduce(size)
@@ -98,9 +128,11 @@ def _attempt(problem: Elimination, best: _Incumbent, slack: float, limit: int) -
             if size >= limit:
                 raise TooLarge
             size = min(size * 8, limit)
-        if problem.domain and raise_bound(problem, SWEEPS) <= most and 2 * left <= dived:
-            # Dive again if that improved the incumbent, otherwise once half of the values are gone.
-            dived = inf if best.offer(_dive(graph, problem, DIVE_TABLE)) else left
+        if problem.domain:
+            # Try again if that improved the incumbent, otherwise once half of the values are gone.
+            tries = 2 * left <= tried
+            is_better = _improve(problem, best, slack, tries)
+            tried = inf if is_better else left if tries else tried
     if problem.constant <= best.cost + slack:
         best.offer(problem.solution(len(graph.sizes)))
 
