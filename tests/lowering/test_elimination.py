@@ -100,6 +100,17 @@ def test_dual_ascent_solves_chains_in_one_round_trip(seed: int) -> None:
     assert raise_bound(Elimination(graph), 2) == pytest.approx(least(graph))
 
 
+@pytest.mark.parametrize("seed", range(draws(5, 100)))
+def test_tight_bounds_need_no_dive(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain with costs that differ, so that one assignment alone meets the bound."""
+    monkeypatch.setattr(solving, "SMALL_TABLE", 1)
+    monkeypatch.setattr(solving, "_dive", None)
+    rng, graph = np.random.default_rng(seed), FactorGraph([4] * 6)
+    for n in range(5):
+        graph.add([n, n + 1], rng.random((4, 4)))
+    assert solve(graph).cost == pytest.approx(least(graph))
+
+
 def test_many_neighbours_are_no_obstacle() -> None:
     """A variable that shares a table with more others than an array can have axes."""
     graph = FactorGraph()
