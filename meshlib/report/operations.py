@@ -19,17 +19,12 @@ def operations(est: Estimate, anchors: PageAnchors) -> str:
     by_name: dict[str, list[ProfilePart]] = {}
     for part in est.profile().parts:
         by_name.setdefault(part.name, []).append(part)
-    flops: dict[str, int] = {}
-    moved: dict[str, float] = {}
-    for row in est.rows:
-        name = f"{row.opcode} of {row.name}" if row.kind == "collective" else row.name
-        flops[name] = flops.get(name, 0) + row.mxu_flops * row.count
-        moved[name] = moved.get(name, 0) + (row.hbm_bytes or row.sent_bytes or row.payload_bytes) * row.count
+    work = work_by_name(est)
     rows, ids = [], []
     for names in anchors.rows[:MOST]:
         members = [part for name in names for part in by_name[name]]
-        work = sum(flops.get(name, 0) for name in names), sum(moved.get(name, 0.0) for name in names)
-        rows.append(_row(est, names, members, *work, anchors))
+        flops, moved = map(sum, zip(*(work.get(name, (0, 0.0)) for name in names), strict=True))
+        rows.append(_row(est, names, members, flops, moved, anchors))
         ids.append(anchors.op(names[0]))
     head = (
         "operation", "kind", "phase", f"time {MODELLED}", f"of the step {MODELLED}", "bound by", f"flops {EXACT}",
@@ -39,6 +34,17 @@ def operations(est: Estimate, anchors: PageAnchors) -> str:
     listed = folding_table(head, rows, SHOWN, f" operations{of_all}", (3, 4, 6, 7), ids, sortable=True, long=(0,))
     caption = paragraph("Every second of the step is attributed to one operation, so the column adds up to the step.")
     return section("operations", "Operations", caption, listed)
+
+
+def work_by_name(est: Estimate) -> dict[str, tuple[int, float]]:
+    """(FLOPs, bytes over HBM or sent) per step of each operation, by its name in the profile. Exact."""
+    work: dict[str, tuple[int, float]] = {}
+    for row in est.rows:
+        name = f"{row.opcode} of {row.name}" if row.kind == "collective" else row.name
+        flops, moved = work.get(name, (0, 0.0))
+        moved += (row.hbm_bytes or row.sent_bytes or row.payload_bytes) * row.count
+        work[name] = flops + row.mxu_flops * row.count, moved
+    return work
 
 
 def _row(

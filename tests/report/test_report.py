@@ -17,6 +17,7 @@ from meshlib.report.alternatives import Alternative, alternatives, pareto_front
 from meshlib.report.collectives import causes_of
 from meshlib.report.links import PageAnchors
 from meshlib.report.memory import area, memory_over_time
+from meshlib.report.operations import work_by_name
 from meshlib.report.page import page
 from meshlib.report.shards import grid_of, shards
 from meshlib.report.stages import pipelines_of, stages
@@ -275,6 +276,15 @@ def test_a_search_reports_all_that_it_estimated(tmp_path):
     seen = checked(html)
     assert sum(i.startswith("alternative-") for i in seen.ids) == len(search.ranking) > 1
     assert "nothing is both faster and smaller" in html
+
+
+def test_operations_count_their_own_bytes():
+    est = estimate_of()
+    sent = {" of ".join((row.opcode, row.name)) for row in est.rows if row.kind == "collective"}
+    moved = {name: size for name, (_, size) in work_by_name(est).items()}
+    assert sent <= {part.name for part in est.profile().parts}
+    assert sum(moved[name] for name in sent) == pytest.approx(est.sent_bytes)
+    assert sum(size for name, size in moved.items() if name not in sent) == est.hbm_bytes
 
 
 def test_operations_lead_to_the_pictures_that_show_them():
