@@ -1,4 +1,4 @@
-"""Published figures of eight TPU generations: field -> (value, where it was read).
+"""Published figures of the chips: field -> (value, where it was read).
 
 `hardware.chips` makes `Chip` objects of these. Figures are those against which utilisations are
 published. Where sources disagree the choice is said in the source; "assumed" marks what no source says,

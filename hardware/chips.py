@@ -290,7 +290,7 @@ def _published(name: str) -> Chip:
 
 
 CHIPS: Mapping[str, Chip] = MappingProxyType({name: _published(name) for name in FIGURES})
-"""The published chips by name: v1, v2, v3, v4, v5e, v5p, v6e, v7."""
+"""The published chips by name, such as "v5e"."""
 
 _ALIASES = {alias: chip.name for chip in CHIPS.values() for alias in chip.aliases}
 

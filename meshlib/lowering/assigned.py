@@ -1,4 +1,4 @@
-"""Assigned sharding: the sharding that the layout rules give a tensor (rule 1)."""
+"""Assigned sharding: the sharding that the layout rules give a tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results that are resharded to their assigned sharding as soon as they are computed (rule 1)."""
+"""Results that are resharded to their assigned sharding as soon as they are computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes over a lowered program: dead code, joining and merging of collectives (rule 6)."""
+"""Passes over a lowered program: dead code, joining and merging of collectives."""
 
 from __future__ import annotations
 

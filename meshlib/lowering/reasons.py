@@ -1,4 +1,4 @@
-"""Reasons of collectives, as text (rule 7)."""
+"""Reasons of collectives, as text."""
 
 from __future__ import annotations
 

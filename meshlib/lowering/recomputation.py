@@ -1,4 +1,4 @@
-"""Recomputation of cheap values where they are needed, instead of sending them (rule 4).
+"""Recomputation of cheap values where they are needed, instead of sending them.
 
 What is computed without operands, or from something smaller (a mask of positions, a one-hot of labels, a cast), may be
 computed again. The price is almost nothing, and that of its operands.

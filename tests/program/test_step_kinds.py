@@ -158,4 +158,4 @@ BYTES = {"all_gather": 30, "reduce_scatter": 7.5, "all_reduce": 15, "all_to_all"
 
 def test_bytes_are_exact() -> None:
     assert {name: STEP_KINDS[name].sent_bytes(10, 4) for name in COLLECTIVES} == BYTES
-    assert [STEP_KINDS[name].sent_bytes(10, 1) for name in BYTES if not STEP_KINDS[name].permutes] == [0] * 4
+    assert not any(STEP_KINDS[name].sent_bytes(10, 1) for name in BYTES if not STEP_KINDS[name].permutes)

@@ -3,7 +3,7 @@
 * Time: every product and every fused attention at its kernel's peak or its HBM bandwidth, split in the best way over
   all axes that could split it (`split_products`), with its launch; and the HBM time of element-wise kernels
   (`elements`). Kernels are serial, so their times add up. An axis may split an operation only along a dim for which the
-  layout has a rule (rule 2 of the lowering), under any later name of the dim; an axis without a rule for any of its
+  layout has a rule (strategies of the lowering), under any later name of the dim; an axis without a rule for any of its
   dims duplicates the operation on every device.
 * Memory: variables, slots and inputs are resident, sharded as the layout says: exact. The stacked outputs of one loop
   (activations for the backward pass) are live while their consumer loop runs, besides that loop's own stacked outputs,

@@ -1,6 +1,6 @@
 """The fewest bytes with which a small program can be lowered: a search over every way to run it.
 
-Written apart from the partitioner, as what it is judged by. Every assignment of mesh axes to dims that rule 2 allows,
+Written apart from the partitioner, as its judge. Every assignment of mesh axes to dims that strategies split,
 every pending sum reduced at every point where it can be, every value brought from wherever it already is: dynamic
 programming in the order of the program over where each live value lies. States that are equal are merged, and one is
 dropped if another costs no more after bringing values to wherever this one has them. So what is found is the least,
