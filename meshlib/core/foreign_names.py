@@ -57,6 +57,7 @@ _BINARY = "mtf.add, multiply, maximum, ...: dims are broadcast by name"
 _REDUCE = "mtf.reduce_sum, reduce_max, reduce_mean, ..."
 _POOL = "mtf.max_pool, avg_pool or pool"
 _PRINTED = "mtf.Print(x, data, message), or fetch the tensor: mtf.lower({name: x})"
+_STACKED = "mtf.scan(..., stack_variables=True), or one variable with a dim for the layers"
 _LISTED = "print(program), and mtf.estimate(program, slice).table() with every count"
 # Public names of Mesh TensorFlow without a counterpart -> the reason.
 SUPERFLUOUS = {
@@ -67,6 +68,17 @@ SUPERFLUOUS = {
     "parallel": "a program is what one core runs, and all run it",
     "utils": "it places variables on hosts, and hides summaries, of which there are none",
     "verify_no_new_dims": "each operation checks its dims, and its error names them",
+}
+# Attributes of graphs in TensorFlow and Mesh TensorFlow -> the counterpart here.
+OF_GRAPHS = {
+    "all_variables": "[v.output for v in graph.variables.values()]",
+    "as_default": "with mtf.Graph() as graph:",
+    "combine_assignments": f"leave it out: {SUPERFLUOUS['depend']}",
+    "get_tensor_by_name": "keep what the operation returned; graph.variables[name].output is a variable",
+    "make_variables_untrainable": "mtf.variable(..., trainable=False), or minimize(loss, variables=...) of the others",
+    "name_to_variable": "graph.variables[name].output",
+    "rewrite_stack_variables": _STACKED,
+    "to_string": "print(program) of the lowered program",
 }
 # Public names of Mesh TensorFlow that differ here; `OF_OPERATIONS` covers `SomethingOperation` classes.
 OF_MESH_TENSORFLOW = {
@@ -83,7 +95,7 @@ OF_MESH_TENSORFLOW = {
     "PoolBackPropOperation": _GRADIENTS,
     "ReadVariable": "the variable itself, which is a tensor",
     "SimdMeshImpl": _LOWERED,
-    "StackedVariable": "mtf.scan(..., stack_variables=True), or one variable with a dim for the layers",
+    "StackedVariable": _STACKED,
     "StopGradient": "mtf.stop_gradient(x)",
     "TensorLayout": "layouts.Sharding(shape, mesh, axes)",
     "Variable": _VARIABLE,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from layouts import Dimension, Shape
 from meshlib.core.dtypes import DType
 from meshlib.core.errors import GraphError, nearest
-from meshlib.core.foreign_names import OF_NUMPY, OF_TENSORS
+from meshlib.core.foreign_names import OF_GRAPHS, OF_NUMPY, OF_TENSORS
 from meshlib.core.loop_record import LoopBody
 from meshlib.core.public_calls import record
 from meshlib.core.shown import Shown
@@ -294,6 +294,14 @@ class Graph(Shown):
             f"<Graph of {len(self.operations):,} operations, {len(self.inputs):,} inputs and {len(self.variables):,} "
             f"variables of {stored:,} elements>"
         )
+
+    if not TYPE_CHECKING:  # mypy reports unknown names
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            hint = f": {OF_GRAPHS[name]}" if name in OF_GRAPHS else nearest(name, dir(self))
+            raise AttributeError(f"a graph has no '{name}'{hint}")
 
     def __enter__(self) -> Graph:
         self._tokens.append(_graphs.set((*_graphs.get(), self)))

@@ -12,15 +12,19 @@ from layouts.cells import clipped as clipped
 def bytes_text(n: int | float) -> str:
     """Bytes in readable units: 1536 -> '1.5 KiB'.
 
-    >>> bytes_text(512), bytes_text(1536), bytes_text(3 * 2**20)
-    ('512 B', '1.5 KiB', '3 MiB')
+    >>> bytes_text(512), bytes_text(1536), bytes_text(2**20 - 1)
+    ('512 B', '1.5 KiB', '1 MiB')
     """
-    size = float(n)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable")
+    return _scaled(float(n), 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def _scaled(value: float, step: int, units: Sequence[str]) -> str:
+    """Four digits in the first of the units, each `step` of the one before, in which they are less than `step`."""
+    for unit in units[:-1]:
+        if float(digits := f"{value:.4g}") < step:
+            return f"{digits} {unit}".rstrip()
+        value /= step
+    return f"{value:.4g} {units[-1]}"
 
 
 def read_bytes(text: str) -> float | None:
@@ -49,13 +53,10 @@ def exact_text(n: float) -> str:
 def seconds_text(seconds: float) -> str:
     """Seconds in readable units.
 
-    >>> seconds_text(1.5e-6), seconds_text(0.0123), seconds_text(75)
-    ('1.5 us', '12.3 ms', '75 s')
+    >>> seconds_text(1.5e-6), seconds_text(0.0123), seconds_text(75), seconds_text(9.99999e-7)
+    ('1.5 us', '12.3 ms', '75 s', '1 us')
     """
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.4g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
+    return _scaled(seconds * 1e9, 1000, ("ns", "us", "ms", "s"))
 
 
 def count_text(n: float) -> str:
@@ -64,10 +65,7 @@ def count_text(n: float) -> str:
     >>> count_text(999), count_text(1.234e9), count_text(2e15)
     ('999', '1.234 G', '2 P')
     """
-    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if n >= size:
-            return f"{n / size:.4g} {unit}"
-    return f"{n:.4g}"
+    return _scaled(n, 1000, ("", "k", "M", "G", "T", "P"))
 
 
 def usd_text(dollars: float) -> str:

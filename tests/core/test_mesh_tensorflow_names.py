@@ -118,6 +118,17 @@ def test_calls_as_in_mesh_tensorflow_are_answered() -> None:
             mtf.layers.dense(x, w.shape, variable_dtype="float32")  # type: ignore[call-arg]
         with pytest.raises(mtf.MeshlibError, match=r"by position \(True\) and by name; is_training\? give dropout=0"):
             mtf.layers.dense_relu_dense(x, w.shape.dims[0], True, dropout=0.1)  # type: ignore[misc]
+        for name in [
+            "all_variables",
+            "combine_assignments",
+            "make_variables_untrainable",
+            "name_to_variable",
+            "to_string",
+        ]:
+            with pytest.raises(AttributeError, match=rf"^a graph has no '{name}': "):
+                getattr(x.graph, name)
+        with pytest.raises(AttributeError, match="a graph has no 'variable'; did you mean 'variables'"):
+            _ = x.graph.variable  # type: ignore[attr-defined]
         with pytest.raises(AttributeError, match=r"tensors themselves: write x for x.outputs\[0\]"):
             _ = x.outputs
         assert not hasattr(x, "initializer")

@@ -19,7 +19,7 @@ from hardware.chips import Chip
 from meshlib.estimation.time.scheduling import Event, StepSchedule
 from meshlib.estimation.views.rows import kernel_bound, kernel_latency, network_parts
 
-ROUNDING = 1e-12  # of a step: shorter gaps are rounding errors of sums
+ROUNDING = 1e-12  # of a step: shorter moments are rounding errors of sums
 Span = tuple[float, float]
 
 
@@ -37,6 +37,11 @@ class Moment(NamedTuple):
 
 def moments(schedule: StepSchedule, chip: Chip) -> Iterator[Moment]:
     """The moments of one schedule in order, without gaps; a loop is one moment."""
+    return (m for m in _moments(schedule, chip) if m.end - m.begin > ROUNDING * m.end)
+
+
+def _moments(schedule: StepSchedule, chip: Chip) -> Iterator[Moment]:
+    """The same with moments that are shorter than rounding errors."""
     waits = {begin: (end, event) for begin, end, event in exposed(schedule)}
     starts = sorted(waits)
     at = 0.0
@@ -55,8 +60,7 @@ def moments(schedule: StepSchedule, chip: Chip) -> Iterator[Moment]:
     copies = min(max(0.0, own_copies), max(0.0, schedule.seconds - at))
     end = schedule.seconds
     yield from _idle(at, end - copies, waits, starts, chip, "hbm")
-    if copies:
-        yield Moment(end - copies, end, "pcie", next((e for e in schedule.events if e.copy), None))
+    yield Moment(end - copies, end, "pcie", next((e for e in schedule.events if e.copy), None))
 
 
 def divided(schedule: StepSchedule, chip: Chip, times: float = 1) -> Iterator[tuple[Event | None, str, float]]:
@@ -101,10 +105,8 @@ def _gaps(intervals: Sequence[Span]) -> list[Span]:
 def _kernel(event: Event, begin: float, end: float) -> Iterator[Moment]:
     assert event.time is not None
     started = min(end, begin + kernel_latency(event.time))
-    if started > begin:
-        yield Moment(begin, started, "latency", event)
-    if end > started:
-        yield Moment(started, end, kernel_bound(event.time), event)
+    yield Moment(begin, started, "latency", event)
+    yield Moment(started, end, kernel_bound(event.time), event)
 
 
 def _idle(
@@ -119,12 +121,10 @@ def _idle(
         first, last = max(at, start), min(end, stop)
         if last <= first:
             continue
-        if first - at > end * ROUNDING:
-            yield Moment(at, first, rest, None)
+        yield Moment(at, first, rest, None)
         yield from _exposed_moments(event, first, last, chip)
         at = last
-    if end - at > end * ROUNDING:
-        yield Moment(at, end, rest, None)
+    yield Moment(at, end, rest, None)
 
 
 def _exposed_moments(event: Event, begin: float, end: float, chip: Chip) -> Iterator[Moment]:
