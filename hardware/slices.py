@@ -233,8 +233,8 @@ class Slice:
     def __str__(self) -> str:
         times = f"{self.slices} slices of " if self.slices > 1 else ""
         return (
-            f"{self.name}: {self.chips} chips ({times}{self._wiring()}), {self.cores} cores, "
-            f"{self.devices} devices, {self.hosts} host{'s' * (self.hosts > 1)}"
+            f"{self.name}: {_counted(self.chips, 'chip')} ({times}{self._wiring()}), {_counted(self.cores, 'core')}, "
+            f"{_counted(self.devices, 'device')}, {_counted(self.hosts, 'host')}"
         )
 
     def _wiring(self) -> str:
@@ -345,3 +345,7 @@ def _nearest_shapes(chip: Chip, shape: tuple[int, ...]) -> str:
     target = math.prod(shape)
     near = sorted(shapes_of(chip).values(), key=lambda s: (abs(math.log(math.prod(s) / max(target, 1))), s))[:3]
     return "the nearest are " + ", ".join(f"{chip.name}-{'x'.join(map(str, s))}" for s in near)
+
+
+def _counted(n: int, one: str) -> str:
+    return f"{n} {one}{'s' * (n != 1)}"

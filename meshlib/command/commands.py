@@ -14,7 +14,7 @@ from meshlib.command.planning import FAILED, GOOD, first_choices
 from meshlib.command.subject import Subject, completed_layouts, named_layouts, slice_of, subject_of
 from meshlib.core.errors import GraphError, LayoutError
 from meshlib.core.slices import slice_for
-from meshlib.core.text import count_text, wrapped
+from meshlib.core.text import count_text, counted, wrapped
 from meshlib.estimation import Estimate, estimate
 from meshlib.estimation.views.difference import difference
 from meshlib.lowering import Program
@@ -75,7 +75,7 @@ def compared(args: argparse.Namespace) -> int:
         names = [f"{name} on {mesh}" for name, mesh in layouts[1:]]
         sentences = [difference(first, other, name) for other, name in zip(others, names, strict=True)]
         if subject.config is not None:
-            counts = f"{subject.sizes['batch']:,} sequences of {subject.sizes['length']:,} tokens"
+            counts = f"{counted(subject.sizes['batch'], 'sequence')} of {counted(subject.sizes['length'], 'token')}"
             each = [f"each:   {counts}, remat {first_choices(args, subject)['remat']} (--remat)"]
     if args.json:
         figures_of_others = [
@@ -130,8 +130,7 @@ def _compiled(args: argparse.Namespace, programs: list[Program]) -> list[Any]:
 
 def _checked_text(entry: dict[str, Any]) -> str:
     faults, notes = entry["faults"], entry["notes"]
-    count = f"{len(faults)} fault" + ("s" if len(faults) > 1 else "")
-    lines = [f"{entry['layout']} on {entry['mesh']}: {'good' if entry['ok'] else count}"]
+    lines = [f"{entry['layout']} on {entry['mesh']}: {'good' if entry['ok'] else counted(len(faults), 'fault')}"]
     if entry["rules"] not in (None, entry["layout"]):
         lines += wrapped(entry["rules"] or "nothing is split", "  rules ", ";")
     for text in (*faults, *(f"note: {note}" for note in notes)):

@@ -49,8 +49,8 @@ def _verdict(subject: Subject, plan: PlannedLayout, est: Estimate) -> list[str]:
     if memory.verdict == "tight":
         fits = f"fits, but a whole run is {bytes_text(memory.run_bytes - memory.capacity_bytes)}* over: tight"
     lines = [f"{subject.name} on {where.name}: {fits}"]
-    about = f"{bytes_text(memory.peak_bytes)} of {bytes_text(memory.capacity_bytes)} on each of {where.devices} devices"
-    lines.append(f"  memory     {about}")
+    about = f"{bytes_text(memory.peak_bytes)} of {bytes_text(memory.capacity_bytes)} on each of"
+    lines.append(f"  memory     {about} {where.devices} device{'s' * (where.devices != 1)}")
     three = [bytes_text(size) for size in (memory.needed_bytes, memory.plain_jit_bytes, memory.run_bytes)]
     lines.append("  compiled   {}*; under plain jit {}*; a whole run {}*".format(*three))
     kinds = sorted(((size, kind) for kind, size in memory.by_kind.items() if size), reverse=True)[:3]

@@ -14,7 +14,7 @@ from meshlib.command.output import say, say_json, say_verdict
 from meshlib.command.subject import slice_of, subject_of
 from meshlib.core.compiler import COMPILERS
 from meshlib.core.errors import GraphError
-from meshlib.core.text import bytes_text, seconds_text, usd_text
+from meshlib.core.text import bytes_text, counted, seconds_text, usd_text
 from meshlib.models import TransformerConfig
 from meshlib.searching.serving import serving
 from meshlib.searching.serving_result import Serving, ServingPoint
@@ -108,7 +108,7 @@ def _about(p: ServingPoint) -> list[str]:
     cost = p.usd_per_million_tokens
     return [
         f"  layout     {p.name}",
-        f"  batch      {p.batch:,} sequences",
+        f"  batch      {counted(p.batch, 'sequence')}",
         f"  prefill    {seconds_text(p.prefill_seconds)}* until the first token",
         f"  memory     {bytes_text(p.peak_bytes)} of {bytes_text(p.decode.memory.capacity_bytes)} on each device",
         *([] if cost is None else [f"  price      {usd_text(cost)}* a million tokens"]),

@@ -14,7 +14,7 @@ from meshlib.command.output import answer, say, say_json
 from meshlib.command.terminal import Progress
 from meshlib.core.compiler import COMPILERS
 from meshlib.core.errors import GraphError, nearest
-from meshlib.core.text import count_text, grid, wrapped
+from meshlib.core.text import count_text, counted, grid, wrapped
 from meshlib.models import IMAGE_PRESETS, PRESETS
 from meshlib.records import make
 from meshlib.validation.machine_figures import machine_figures
@@ -96,6 +96,6 @@ def recorded(args: argparse.Namespace) -> int:
     answer(
         args.json,
         lambda: {"records": count, "files": [*map(str, paths)]},
-        lambda: f"{count:,} records in {where}",
+        lambda: f"{counted(count, 'record')} in {where}",
     )
     return GOOD

@@ -23,6 +23,7 @@ from meshlib.core.loop_record import LoopBody
 from meshlib.core.public_calls import record
 from meshlib.core.shown import Shown
 from meshlib.core.source_lines import source_line
+from meshlib.core.text import counted
 
 if TYPE_CHECKING:
     from meshlib.core.loop_record import LoopRecord
@@ -291,8 +292,8 @@ class Graph(Shown):
     def __repr__(self) -> str:
         stored = sum(v.output.shape.size for v in self.variables.values())
         return (
-            f"<Graph of {len(self.operations):,} operations, {len(self.inputs):,} inputs and {len(self.variables):,} "
-            f"variables of {stored:,} elements>"
+            f"<Graph of {counted(len(self.operations), 'operation')}, {counted(len(self.inputs), 'input')} and "
+            f"{counted(len(self.variables), 'variable')} of {counted(stored, 'element')}>"
         )
 
     if not TYPE_CHECKING:  # mypy reports unknown names

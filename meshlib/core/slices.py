@@ -9,6 +9,7 @@ from hardware.checks import HardwareError
 from hardware.slices import Slice
 from layouts import Mesh
 from meshlib.core.errors import SliceError
+from meshlib.core.text import counted
 
 # Chip figures on which all modelled times depend.
 ESSENTIAL = (
@@ -39,8 +40,9 @@ def slice_for(what: str, mesh: Mesh, slice: Any) -> Slice:
         raise SliceError(f"{what}: {fault}") from None
     if slice_.devices != mesh.size:
         raise SliceError(
-            f"{what}: mesh {mesh} has {mesh.size} positions, but slice {slice_.name} has {slice_.devices} devices "
-            f"({slice_.chips} chips, {slice_.cores} cores); {_remedy(mesh, slice_)}"
+            f"{what}: mesh {mesh} has {counted(mesh.size, 'position')}, but slice {slice_.name} has "
+            f"{counted(slice_.devices, 'device')} ({counted(slice_.chips, 'chip')}, {counted(slice_.cores, 'core')}); "
+            f"{_remedy(mesh, slice_)}"
         )
     return slice_
 

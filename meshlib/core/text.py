@@ -68,6 +68,15 @@ def count_text(n: float) -> str:
     return _scaled(n, 1000, ("", "k", "M", "G", "T", "P"))
 
 
+def counted(n: int, one: str, several: str = "") -> str:
+    """A count with its noun, which is in the singular for 1.
+
+    >>> counted(1, "core"), counted(4096, "axis", "axes")
+    ('1 core', '4,096 axes')
+    """
+    return f"{n:,} {one if n == 1 else several or one + 's'}"
+
+
 def usd_text(dollars: float) -> str:
     """US dollars, with cents or thousands separators.
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from meshlib.core.arguments import at
 from meshlib.core.errors import DataError, FeedError, nearest
+from meshlib.core.text import counted
 from meshlib.data.batching import SOURCES, TARGETS, TOO_LONG, Batching, Example
 from meshlib.data.execution import KINDS, pickled
 from meshlib.data.feed import Feed
@@ -235,7 +236,7 @@ class Data:
         return len(self) // batching.size if batching.remainder == "drop" else -(-len(self) // batching.size)
 
     def __str__(self) -> str:
-        stages = [f"{self.source.name}: {len(self.source)} examples"]
+        stages = [f"{self.source.name}: {counted(len(self.source), 'example')}"]
         if self.seed is not None:
             stages.append(f"shuffle({self.seed}{'' if self.buffer is None else f', buffer={self.buffer}'})")
         stages += map(str, self.maps)

@@ -19,6 +19,7 @@ from layouts.mesh import MeshLike
 from meshlib.core.arguments import at, bounded, number, whole
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import Graph
+from meshlib.core.text import counted
 from meshlib.generation.generator import State, give_parameters
 from meshlib.generation.sampling import Sampling, repeated
 from meshlib.generation.tokens import ByteTokenizer, Stops, Tokenizer, encoded
@@ -260,8 +261,8 @@ class Server:
         wanted = len(tokens) + max_tokens
         if wanted > self.cache_length:
             raise GraphError(
-                f"{at(WHAT)}: a prompt of {len(tokens)} tokens and max_tokens {max_tokens} need {wanted} positions, "
-                f"but cache_length is {self.cache_length}"
+                f"{at(WHAT)}: a prompt of {counted(len(tokens), 'token')} and max_tokens {max_tokens} need {wanted} "
+                f"positions, but cache_length is {self.cache_length}"
             )
         if self.pages is not None and -(-wanted // (self.page_size or 1)) > self.pages:
             raise GraphError(

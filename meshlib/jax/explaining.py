@@ -18,7 +18,7 @@ from layouts.step_kinds import STEP_KINDS
 from meshlib.core.compiler import XLA_TPU
 from meshlib.core.errors import GraphError, ProgramError, SliceError
 from meshlib.core.slices import slice_for
-from meshlib.core.text import bytes_text, grid, seconds_text, wrapped
+from meshlib.core.text import bytes_text, counted, grid, seconds_text, wrapped
 from meshlib.estimation.work.communication import placed_for
 from meshlib.jax.hlo.collectives import HloCollective, collectives_of
 from meshlib.jax.hlo.groups import PartOfAxis, axes_of, permuted_axes
@@ -140,7 +140,7 @@ class Explained:
         runs = sum(c.count or 1 for c in self.collectives)
         sent = ("at most " if any(c.is_ragged for c in self.collectives) else "") + bytes_text(self.sent_bytes)
         lines = [
-            f"{head}: {runs:,} runs of {len(self.collectives)} collectives send {sent} from "
+            f"{head}: {counted(runs, 'run')} of {counted(len(self.collectives), 'collective')} send {sent} from "
             f"each device, {seconds_text(self.seconds)}* one after the other"
         ]
         ranked = self.ranked()

@@ -9,6 +9,7 @@ from meshlib.core import initializers
 from meshlib.core.arguments import at, items, whole
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, scope
+from meshlib.core.text import counted
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.ops.building import as_dim, floats
 from meshlib.ops.images import convolution
@@ -273,7 +274,7 @@ def _layer(
 ) -> Tensor:
     x = as_numerics(numerics, what).cast(floats(x, what))
     if len(x.shape) <= count:
-        raise ShapeError(f"{at(what)}: needs {count} spatial dims before the last, the channels, got {x}")
+        raise ShapeError(f"{at(what)}: needs {counted(count, 'spatial dim')} before the last, the channels, got {x}")
     if numerics.precision not in PRECISIONS:
         raise ShapeError(
             f"{at(what)}: convolutions have precision {' or '.join(PRECISIONS)}, not {numerics.precision!r}"

@@ -29,7 +29,7 @@ from meshlib.core.dtypes import BOOL, INT32
 from meshlib.core.graph import Tensor, current_graph
 from meshlib.core.loop_record import Active
 from meshlib.core.opdef import Array
-from meshlib.core.text import grid
+from meshlib.core.text import counted, grid
 from meshlib.layers.pipeline_task_schedule import KINDS, TaskSchedule
 from meshlib.ops.control.branches import branch
 from meshlib.ops.control.custom_gradients import custom_gradient
@@ -109,8 +109,8 @@ class Schedule:
         again = f", each {self.repeats} times round" if self.repeats > 1 else ""
         idle = self.trips - self.work
         return (
-            f"{self.stages} stages, {self.microbatches} microbatches{again}: {self.trips} trips, {idle} of them idle, "
-            f"{self.bubble:.1%} of the work"
+            f"{counted(self.stages, 'stage')}, {counted(self.microbatches, 'microbatch', 'microbatches')}{again}: "
+            f"{counted(self.trips, 'trip')}, {idle} of them idle, {self.bubble:.1%} of the work"
         )
 
     def __str__(self) -> str:

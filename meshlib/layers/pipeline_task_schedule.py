@@ -18,7 +18,7 @@ from typing import Any
 from meshlib.core.arguments import at
 from meshlib.core.errors import GraphError
 from meshlib.core.loop_record import StageTask, TimedTask
-from meshlib.core.text import grid
+from meshlib.core.text import counted, grid
 
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
 
@@ -237,8 +237,9 @@ class TaskSchedule:
         """Stages, microbatches, idle time and microbatches in flight in one line."""
         again = f", each {self.repeats} times round" if self.repeats > 1 else ""
         return (
-            f"{self.kind}: {self.stages} stages, {self.microbatches} microbatches{again}: {self.bubble:.1%} of the "
-            f"work idle, at most {max(self.in_flight)} in flight"
+            f"{self.kind}: {counted(self.stages, 'stage')}, "
+            f"{counted(self.microbatches, 'microbatch', 'microbatches')}{again}: "
+            f"{self.bubble:.1%} of the work idle, at most {max(self.in_flight)} in flight"
         )
 
     def __str__(self) -> str:

@@ -15,7 +15,7 @@ from meshlib.core.graph import FORWARD, Graph, Operation, Tensor
 from meshlib.core.laid_dims import ResolvedGraph, SizePlan, size_plans
 from meshlib.core.replay import all_operations
 from meshlib.core.shown import Shown
-from meshlib.core.text import clipped
+from meshlib.core.text import clipped, counted
 from meshlib.lowering.assigned import Subjects, check_layout, refuse_faults
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.graph_cache import Memos
@@ -141,7 +141,7 @@ class Session(Shown):
 
     def __repr__(self) -> str:
         outputs, count = ", ".join(list(self._outputs)[:5]), len(self.programs)
-        return clipped(f"<Session of {outputs or 'updates'}: {count} program{'s' * (count != 1)} kept>")
+        return clipped(f"<Session of {outputs or 'updates'}: {counted(count, 'program')} kept>")
 
     def check(self, mesh: Any = "device:1", layout: Any = "") -> Report:
         """All faults of a layout, and notes on what it leaves unused: as `mtf.check`."""

@@ -11,6 +11,7 @@ from typing import Any
 from meshlib.core.arguments import at, choice, flag, number, whole
 from meshlib.core.errors import GraphError
 from meshlib.core.shown import Shown
+from meshlib.core.text import counted
 from meshlib.layers.numerics import MIXED, Numerics, as_numerics
 from meshlib.layers.positions import RotaryScaling, check_scaling
 from meshlib.layers.routing import Routing
@@ -225,7 +226,7 @@ class TransformerConfig(Shown, Config):
         return super().replace(**changes)
 
     def __repr__(self) -> str:
-        sizes = f"{self.layers} layers, d_model {self.d_model}, {self.parameters:,} parameters"
+        sizes = f"{counted(self.layers, 'layer')}, d_model {self.d_model}, {self.parameters:,} parameters"
         return f"<TransformerConfig {self.name}: {sizes}>"
 
     @property

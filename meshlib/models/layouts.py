@@ -22,6 +22,7 @@ from layouts.errors import LayoutError
 from layouts.mesh import MeshLike
 from meshlib.core.arguments import at, divisors_near, whole
 from meshlib.core.errors import GraphError, nearest
+from meshlib.core.text import counted
 from meshlib.models.config import TransformerConfig
 from meshlib.models.stages import stacks
 
@@ -234,7 +235,7 @@ def _stage_rules(config: TransformerConfig, axis: str, size: int) -> LayoutRules
             fitting = [n for n in range(1, size + 1) if count % n == 0]
             which = f"{name} behind {front} dense ones" if front else name
             faults.append(
-                f"{which}: {count} % {size} = {count % size}; use {fitting[-1]} stages, or "
+                f"{which}: {count} % {size} = {count % size}; use {counted(fitting[-1], 'stage')}, or "
                 f"config.replace({name}={front + -(-count // size) * size})"
             )
     if faults:

@@ -23,6 +23,7 @@ from meshlib.core.dtypes import FLOAT32, FLOAT64, DType, as_dtype
 from meshlib.core.errors import ArgumentError, GraphError, nearest
 from meshlib.core.graph import UPDATE, Operation, Tensor, absolute_scope, region
 from meshlib.core.public_calls import public
+from meshlib.core.text import counted
 from meshlib.ops.building import tensor
 from meshlib.ops.control.remat import from_host, to_host
 from meshlib.ops.control.sources import make_variable, step
@@ -260,7 +261,9 @@ class Optimizer(abc.ABC):
         """The updates of `variables` for given gradients; variables with gradient None are unchanged."""
         grads, variables = items(grads, "apply_grads", "grads"), items(variables, "apply_grads", "variables")
         if len(grads) != len(variables):
-            raise GraphError(f"{at('apply_grads')}: {len(grads)} gradients for {len(variables)} variables")
+            raise GraphError(
+                f"{at('apply_grads')}: {counted(len(grads), 'gradient')} for {counted(len(variables), 'variable')}"
+            )
         return self._apply([(g, v) for g, v in zip(grads, variables, strict=True) if g is not None], None, None)
 
     def apply_grad(self, grad: Tensor | None, variable: Tensor) -> list[Operation]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from meshlib.core.arguments import POSITIVE, at, bounded, items, number, whole
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import Tensor
+from meshlib.core.text import counted
 from meshlib.ops.control.sources import scalar
 from meshlib.ops.pointwise.arithmetic import cos, less, maximum, minimum, pow, rsqrt, where
 from meshlib.ops.pointwise.casts import cast
@@ -255,7 +256,8 @@ def piecewise(boundaries: Sequence[int], values: Sequence[float | Schedule]) -> 
     parts = [_as_schedule(v, what, "each of values") for v in items(values, what, "values")]
     if len(parts) != len(ends) + 1:
         raise GraphError(
-            f"{at(what)}: needs one value more than boundaries, got {len(parts)} values for {len(ends)} boundaries"
+            f"{at(what)}: needs one value more than boundaries, got {counted(len(parts), 'value')} for "
+            f"{counted(len(ends), 'boundary', 'boundaries')}"
         )
     if any(b <= a for a, b in zip([0, *ends], ends, strict=False)):
         raise GraphError(f"{at(what)}: boundaries must be positive and increase, got {ends}")

@@ -19,7 +19,7 @@ from meshlib.core.errors import GraphError
 from meshlib.core.graph import Operation, Tensor
 from meshlib.core.opdef import Kind, Work
 from meshlib.core.shown import Shown
-from meshlib.core.text import bytes_text, clipped
+from meshlib.core.text import bytes_text, clipped, counted
 from meshlib.program.exchanges import busiest_bytes
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
 
@@ -80,8 +80,8 @@ class Collectives(Shown, tuple[Collective, ...]):
     """
 
     def __repr__(self) -> str:
-        count = f"{len(self):,} collective{'s' if len(self) != 1 else ''}"
-        return f"<{count}: {bytes_text(sum(c.sent_bytes * c.count for c in self))} sent by each core>"
+        sent = bytes_text(sum(c.sent_bytes * c.count for c in self))
+        return f"<{counted(len(self), 'collective')}: {sent} sent by each core>"
 
     def __str__(self) -> str:
         from meshlib.program.views.listing import collectives_table
@@ -130,7 +130,7 @@ class Program(Shown):
     @property
     def headline(self) -> str:
         """Mesh and layout in one line."""
-        return f"mesh {self.mesh} ({self.mesh.size} cores), layout {self.layout or '(none)'}"
+        return f"mesh {self.mesh} ({counted(self.mesh.size, 'core')}), layout {self.layout or '(none)'}"
 
     def given(self, state: Mapping[str, T], feeds: Mapping[str, T]) -> dict[Value, T]:
         """The array given for each input and variable, from the state and the feeds by name."""
@@ -234,9 +234,8 @@ class Program(Shown):
         return sum(n * i.outputs[0].local_bytes for n, i in done if i.outputs[0].tensor.on_host == to_host)
 
     def __repr__(self) -> str:
-        count = len(self.collectives)
-        sent = f"{count} collective{'s' * (count != 1)}, {bytes_text(self.sent_bytes)} sent by each core"
-        return clipped(f"<Program: {len(self.instructions)} instructions, {sent}; {self.headline}>")
+        sent = f"{counted(len(self.collectives), 'collective')}, {bytes_text(self.sent_bytes)} sent by each core"
+        return clipped(f"<Program: {counted(len(self.instructions), 'instruction')}, {sent}; {self.headline}>")
 
     def __str__(self) -> str:
         from meshlib.program.views.listing import listing

@@ -7,7 +7,7 @@ from dataclasses import fields
 from functools import singledispatch
 
 from meshlib.core.graph import Graph, Tensor
-from meshlib.core.text import bytes_text, count_text, seconds_text, usd_text
+from meshlib.core.text import bytes_text, count_text, counted, seconds_text, usd_text
 from meshlib.estimation import DeviceMemory, Estimate
 from meshlib.estimation.views.profile import UNITS, Profile
 from meshlib.lowering import Session
@@ -110,7 +110,9 @@ def _program(program: Program) -> str:
     )
     notes = "".join(tag("li", text(note)) for note in program.notes)
     lines = listing(program).splitlines()
-    shown = lines[:LINES] + ([f"... {len(lines) - LINES:,} more lines: print(program)"] if lines[LINES:] else [])
+    shown = lines[:LINES]
+    if lines[LINES:]:
+        shown.append(f"... {counted(len(lines) - LINES, 'more line')}: print(program)")
     listed = folded("what each core runs", tag("div", tag("pre", text("\n".join(shown))), class_="scroll"))
     return paragraph(head) + (tag("ul", notes) if notes else "") + content(program.collectives) + listed
 

@@ -14,7 +14,7 @@ from meshlib.core.arguments import items, whole
 from meshlib.core.compiler import Compiler
 from meshlib.core.errors import GraphError
 from meshlib.core.shown import Shown
-from meshlib.core.text import bytes_text, clipped, grid, seconds_text
+from meshlib.core.text import bytes_text, clipped, counted, grid, seconds_text
 from meshlib.estimation import Estimate
 from meshlib.estimation.views.cautions import cautions
 from meshlib.program.records import Program
@@ -146,7 +146,7 @@ class Found(Shown):
     @property
     def certificate(self) -> str:
         """The certificate in words: what is proved, over which space."""
-        head = f"{len(self.outcomes):,} candidates: {self._tally}."
+        head = f"{counted(len(self.outcomes), 'candidate')}: {self._tally}."
         if self.exact:
             proved = "All are accounted for: within this space nothing is better by the model."
         else:
@@ -369,7 +369,7 @@ class Found(Shown):
 
     def __repr__(self) -> str:
         best = f"{self.best.candidate}" if self.ranking else "nothing"
-        return clipped(f"<Found among {len(self.outcomes):,} candidates: {best}>")
+        return clipped(f"<Found among {counted(len(self.outcomes), 'candidate')}: {best}>")
 
 
 def _peak(o: Outcome) -> float:

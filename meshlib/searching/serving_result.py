@@ -12,7 +12,7 @@ from meshlib.core.compiler import Compiler
 from meshlib.core.drawing import plotted
 from meshlib.core.shown import Shown
 from meshlib.core.slices import assumed_figures
-from meshlib.core.text import bytes_text, clipped, grid, seconds_text, usd_text
+from meshlib.core.text import bytes_text, clipped, counted, grid, seconds_text, usd_text
 from meshlib.estimation import Estimate
 from meshlib.models import TransformerConfig
 from meshlib.searching.served_load import ServedLoad
@@ -94,7 +94,7 @@ class Fleet:
 
     def __str__(self) -> str:
         price = "" if self.usd_per_hour is None else f", {usd_text(self.usd_per_hour)} an hour"
-        return f"{self.slices} x {self.slice.name} = {self.chips:,} chips{price}, each with {self.load.name}"
+        return f"{self.slices} x {self.slice.name} = {counted(self.chips, 'chip')}{price}, each with {self.load.name}"
 
 
 @dataclass(frozen=True, repr=False)

@@ -17,7 +17,7 @@ from meshlib.core.engine import Engine
 from meshlib.core.errors import FeedError, GraphError, NotFiniteError, nearest
 from meshlib.core.shown import Shown
 from meshlib.core.slices import slice_for
-from meshlib.core.text import clipped
+from meshlib.core.text import clipped, counted
 from meshlib.ops.control.sources import STEP
 from meshlib.program.instructions import Instruction, Value
 from meshlib.program.records import Program, require_program
@@ -96,8 +96,9 @@ class Simulation(Shown):
         self._declare(program)
 
     def __repr__(self) -> str:
-        mesh, count = self.program.mesh, len(self.program.variables)
-        return clipped(f"<Simulation: {count} variables, {self.executor} executor; mesh {mesh} ({mesh.size} cores)>")
+        mesh, variables = self.program.mesh, counted(len(self.program.variables), "variable")
+        where = f"mesh {mesh} ({counted(mesh.size, 'core')})"
+        return clipped(f"<Simulation: {variables}, {self.executor} executor; {where}>")
 
     def __getstate__(self) -> dict[str, Any]:
         # Buffers are not state: a copy plans its own.

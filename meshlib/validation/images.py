@@ -19,6 +19,7 @@ from typing import Any
 from hardware.chips import Chip, get_chip
 from hardware.slices import Slice
 from layouts import Dimension
+from meshlib.core.text import counted
 from meshlib.models.images.presets import IMAGE_PRESETS
 from meshlib.models.images.resnet import ResNetConfig
 from meshlib.validation.hosts import Host, host_of
@@ -93,14 +94,14 @@ def image_run_of(row: Row) -> ImageRun:
     slice_, assumed = slice_of(row, chip)
     _data_parallel(row, slice_)
     batch, of_batch = _batch(row, chip)
-    steps, evaluated, seconds, counted = _measured(row, batch, slice_)
+    steps, evaluated, seconds, notes = _measured(row, batch, slice_)
     padded = -(-batch // slice_.devices) * slice_.devices
-    left = () if padded == batch else (f"{batch} images padded to {padded}",)
+    left = () if padded == batch else (f"{counted(batch, 'image')} padded to {padded}",)
     each = padded // slice_.devices
     cores = min(slice_.devices, 2 ** math.ceil(math.log2(max(1, NORM_IMAGES / each))))
     while slice_.devices % cores:
         cores //= 2
-    shared = (f"batch norm of {cores} devices with {each} images each",) if cores > 1 else ()
+    shared = (f"batch norm of {cores} devices with {counted(each, 'image')} each",) if cores > 1 else ()
     host, why, apart = host_of(row)
     return ImageRun(
         name=str(row.get("id", "?")),
@@ -117,7 +118,7 @@ def image_run_of(row: Row) -> ImageRun:
         evaluation_seconds=float((row.get("measured") or {}).get("eval_seconds") or 0.0),
         host=host,
         apart=apart or ("the row itself is marked as of little use" if _is_poor(row) else ""),
-        assumed=(*of_batch, *assumed, *left, *counted, *shared, *why),
+        assumed=(*of_batch, *assumed, *left, *notes, *shared, *why),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from meshlib.core.text import grid, seconds_text
+from meshlib.core.text import counted, grid, seconds_text
 from meshlib.validation.rankings import TIE, RankedPair, share_right
 from meshlib.validation.validating import Checked, Validation, absolute, percentile
 
@@ -27,11 +27,11 @@ def report(v: Validation) -> str:
         lines.append(_group_line("all", v.scored))
     apart = [r for r in v.rows if r.apart and r.error is not None]
     if apart:
-        lines += ["", f"predicted, but no measure of the model: {len(apart)} rows"]
+        lines += ["", f"predicted, but no measure of the model: {counted(len(apart), 'row')}"]
         lines += [f"  {r.name}: {r.error:+.1%}; {r.apart}" for r in apart]
     missing = [r for r in v.rows if r.error is None]
     if missing:
-        lines += ["", f"not expressed: {len(missing)} rows"]
+        lines += ["", f"not expressed: {counted(len(missing), 'row')}"]
         lines += [f"  {r.name}: {r.why_not}" for r in missing]
     return "\n".join(lines)
 
@@ -123,7 +123,7 @@ def _group_line(title: str, rows: Sequence[Checked]) -> str:
 
 def _error_summary(errors: Sequence[float]) -> str:
     median, most = statistics.median(errors), percentile(errors, 0.9)
-    return f"{len(errors)} rows, median error {median:.1%}, 90th percentile {most:.1%}"
+    return f"{counted(len(errors), 'row')}, median error {median:.1%}, 90th percentile {most:.1%}"
 
 
 def _percent(error: float | None) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from layouts.checking import some
 from meshlib.core.errors import ProgramError
-from meshlib.core.text import bytes_text, grid
+from meshlib.core.text import bytes_text, counted, grid
 
 NAMED = 8  # compared arrays that are listed
 
@@ -140,15 +140,13 @@ class Verification:
 
     def _head(self) -> str:
         bad = len(self.failures)
-        layouts = "1 layout" if len(self.rows) == 1 else f"{len(self.rows)} layouts"
         verdict = "all equal up to rounding" if not bad else f"{bad} NOT equal"
-        return f"{layouts} against the unsharded program: {verdict}"
+        return f"{counted(len(self.rows), 'layout')} against the unsharded program: {verdict}"
 
     def __str__(self) -> str:
-        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         lines = [
             self._head(),
-            f"compared in {steps}: {some(self.compared, NAMED)}",
+            f"compared in {counted(self.steps, 'step')}: {some(self.compared, NAMED)}",
             f"{self.executor} executor, precision {self.precision}, seed {self.seed}",
             *(f"note: {n}" for n in self.notes),
             *(f"refused by the lowering: {r}" for r in self.refused),

@@ -342,3 +342,16 @@ def test_bad_tables_and_lookups():
         CHIPS["v4"].peak("fp16")
     with pytest.raises(HardwareError, match="must be a Chip"):
         Slice("v3-8", "v3")
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("v5e-1", ["1 chip ", "1 core,", "1 device,", "1 host"]),
+        ("v3-8", ["4 chips ", "8 cores,", "8 devices,", "1 host"]),
+    ],
+)
+def test_slices_count_one_part_in_the_singular(name, counts):
+    shown = str(Slice(name))
+    assert [count for count in counts if count not in f"{shown}\n"] == []
+    assert "hosts" not in shown

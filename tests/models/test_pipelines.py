@@ -265,7 +265,7 @@ def test_what_does_not_divide_is_told_with_remedies() -> None:
     assert "6 layers can't be cut into 4 stages * 1 repeats: 6 % 4 = 2" in str(both.value)
     assert "3 layers of the encoder can't be cut into 4 stages * 1 repeats: 3 % 4 = 3" in str(both.value)
     assert "config.replace(encoder_layers=4)" in str(both.value)
-    with pytest.raises(mtf.LayoutError, match=r"encoder_layers: 3 % 2 = 1; use 1 stages, or .*\(encoder_layers=4\)"):
+    with pytest.raises(mtf.LayoutError, match=r"encoder_layers: 3 % 2 = 1; use 1 stage, or .*\(encoder_layers=4\)"):
         layout("pipeline+data", odd, "pipe:2;data:2")
     with mtf.Graph(), pytest.raises(mtf.GraphError, match=r"pipeline must be an mtf\.models\.Pipeline, got 4"):
         train_step(small("gpt2"), 8, LENGTH, pipeline=4)  # type: ignore[arg-type]

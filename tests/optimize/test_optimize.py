@@ -864,7 +864,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "max_norm 0": (lambda: minimized(max_norm=0), r"minimize .*max_norm must be positive, got 0"),
     "max_norm text": (lambda: minimized(max_norm="1"), r"max_norm must be a finite number, got str '1'"),
     "loss scale number": (lambda: minimized(loss_scale=2.0), r"must be an mtf.optimize.DynamicLossScale, got 2.0"),
-    "numbers": (lambda: opt.SgdOptimizer(0.1).apply_grads([], [mtf.variable("w", [])]), r"0 gradients for 1 variables"),
+    "numbers": (lambda: opt.SgdOptimizer(0.1).apply_grads([], [mtf.variable("w", [])]), r"0 gradients for 1 variable$"),
     "other dims": (
         lambda: applied(lambda: mtf.ones([COLS])),
         r"gradient ones: f32\[cols:8\] does not have the dims of",
@@ -886,7 +886,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         r"exclude_from_parameter_scale must be a list",
     ),
     "decay rate": (lambda: opt.exponential_decay(1.0, 5, 0.0), r"decay_rate must be positive, got 0"),
-    "pieces": (lambda: opt.piecewise([5], [1.0]), r"got 1 values for 1 boundaries"),
+    "pieces": (lambda: opt.piecewise([5], [1.0]), r"got 1 value for 1 boundary"),
     "boundaries": (lambda: opt.piecewise([5, 5], [1, 2, 3]), r"must be positive and increase, got \[5, 5\]"),
     "piece": (lambda: opt.piecewise([], ["x"]), r"each of values, .* must be a finite number, got str 'x'"),
     "empty product": (lambda: opt.product(), r"needs at least one number or schedule"),

@@ -66,7 +66,7 @@ ANSWERS: dict[str, list[str]] = {
     "Dimension": ["batch", "512", "256"],
     "Mesh": ["4 devices"],
     "LayoutRules": ["dim 'batch' is split over 'a'".replace("'", "&#x27;"), "where no other dim takes them"],
-    "Graph": ["&lt;Graph of", "1 inputs", "512"],
+    "Graph": ["&lt;Graph of", "1 input ", "512"],
     "Program": ["reduce_scatter over a", "a:4", "what each core runs"],
     "memory": ["live at the peak", "variables"],
     "Estimate": ["Fits", "timeline", "memory over the step"],

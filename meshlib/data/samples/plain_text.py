@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshlib.core.errors import DataError
+from meshlib.core.text import counted
 
 Tokens = NDArray[np.uint8]
 Windows = NDArray[np.int32]
@@ -67,7 +68,7 @@ def load_text(path: str | Path | None = None) -> Text:
         raise DataError(f"{folder}: holds no text: 0 files without zero bytes")
     tokens = np.frombuffer(bytes(data[:LIMIT_BYTES]), np.uint8)
     split = len(tokens) - int(HELD_OUT * len(tokens))
-    return Text(tokens[:split], tokens[split:], f"{what}: {count} file{'s' * (count != 1)}, {len(tokens):,} bytes")
+    return Text(tokens[:split], tokens[split:], f"{what}: {counted(count, 'file')}, {len(tokens):,} bytes")
 
 
 def _texts(files: list[Path], named: bool) -> Iterator[bytes]:

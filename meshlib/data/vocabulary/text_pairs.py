@@ -19,6 +19,7 @@ import numpy as np
 from layouts.parsing import is_iterable
 from meshlib.core.arguments import at, choice, flag, whole
 from meshlib.core.errors import GraphError
+from meshlib.core.text import counted
 from meshlib.data.batching import SOURCES, TARGETS, Array, Batch, Batching, Drawn, Row
 
 TOO_LONG = ("cut", "skip", "refuse")
@@ -49,7 +50,7 @@ class TextExamples:
       >>> words = mtf.BytePairs.learn("to be or not to be", 260)
       >>> rows = mtf.texts_in_rows(["to be", "or"], words, length=12)
       >>> rows, rows.arrays["segment_ids"].tolist()
-      (<TextExamples: 2 texts in 1 rows, 58% filled>, [[1, 1, 1, 1, 2, 2, 2, 0, 0, 0, 0, 0]])
+      (<TextExamples: 2 texts in 1 row, 58% filled>, [[1, 1, 1, 1, 2, 2, 2, 0, 0, 0, 0, 0]])
     """
 
     arrays: dict[str, Array]
@@ -69,7 +70,7 @@ class TextExamples:
         return float(sum((x > 0).sum() for x in numbers) / sum(x.size for x in numbers))
 
     def __repr__(self) -> str:
-        return f"<TextExamples: {self.texts} texts in {self.rows} rows, {self.filled:.0%} filled>"
+        return f"<TextExamples: {counted(self.texts, 'text')} in {counted(self.rows, 'row')}, {self.filled:.0%} filled>"
 
 
 def text_to_text(

@@ -12,6 +12,7 @@ from hardware.checks import HardwareError
 from hardware.goodput import best_segment_seconds, segment_seconds, waiting_share
 from meshlib.core.arguments import at, number, whole
 from meshlib.core.errors import GraphError
+from meshlib.core.text import counted
 
 WHAT = "Estimate.run"
 
@@ -42,7 +43,7 @@ class Failures:
 
     def __str__(self) -> str:
         best = "" if self.best_every is None else f"; a checkpoint every {self.best_every:,} steps is best"
-        spares = f", {self.spare_slices} spare slice{'s' * (self.spare_slices != 1)}" if self.waiting_seconds else ""
+        spares = f", {counted(self.spare_slices, 'spare slice')}" if self.waiting_seconds else ""
         return f"{self.count:.3g} expected*{spares}{best}*"
 
 

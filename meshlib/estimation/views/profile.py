@@ -19,7 +19,7 @@ from meshlib.core.drawing import Panel, plotted
 from meshlib.core.errors import GraphError
 from meshlib.core.shown import Shown
 from meshlib.core.source_lines import UNKNOWN_LINE
-from meshlib.core.text import clipped, ending, grid, seconds_text, wrapped
+from meshlib.core.text import clipped, counted, ending, grid, seconds_text, wrapped
 from meshlib.estimation.time.attribution import divided
 from meshlib.estimation.time.scheduling import Event, StepSchedule
 from meshlib.estimation.work.plan import kernels_of
@@ -290,8 +290,8 @@ class Profile(Shown):
         m = self.measured
         other = f", of which {seconds_text(m.other_seconds)} belong to no instruction" if m.other_seconds else ""
         return [
-            f"measured on {m.devices}, mean of {m.steps} steps: {seconds_text(m.step_seconds)} a step under the "
-            f"profiler, {seconds_text(m.device_seconds)} of work on each device{other}"
+            f"measured on {m.devices}, mean of {counted(m.steps, 'step')}: {seconds_text(m.step_seconds)} a step under "
+            f"the profiler, {seconds_text(m.device_seconds)} of work on each device{other}"
         ]
 
     def _panel(self, view: str) -> Panel:

@@ -9,7 +9,7 @@ from hardware.chips import Chip
 from meshlib.core.errors import GraphError
 from meshlib.core.folding import alike, name_pattern, times_text
 from meshlib.core.graph import FORWARD
-from meshlib.core.text import bytes_text, count_text, grid, seconds_text, usd_text, width, wrapped
+from meshlib.core.text import bytes_text, count_text, counted, grid, seconds_text, usd_text, width, wrapped
 from meshlib.estimation.views.rows import Row, names_of_forward
 from meshlib.estimation.views.wiring import twisting
 
@@ -50,7 +50,8 @@ def _head(est: Estimate) -> list[str]:
         *_bubble(est),
         f"  MXU flops        {count_text(est.flops):>10}  exact, per device",
         f"  HBM bytes        {bytes_text(est.hbm_bytes):>10}  exact, per device, at the boundaries of fusion groups",
-        f"  sent bytes       {bytes_text(est.sent_bytes):>10}  exact, per device, in {len(program.collectives)} values",
+        f"  sent bytes       {bytes_text(est.sent_bytes):>10}  exact, per device, in "
+        + counted(len(program.collectives), "value"),
     ]
     if est.experts is not None:
         lines.append(_experts(est.experts))
@@ -71,7 +72,7 @@ def _input_line(est: Estimate) -> str:
     hosts = f"{given.hosts} host{'s' * (given.hosts > 1)}"
     how = "over PCIe" if given.pcie_seconds > given.host_seconds else f"at {given.rate:,.0f} a second from each"
     text = f"  input            {seconds_text(given.seconds):>10}  modelled; "
-    return f"{text}{given.examples:,} examples of {hosts}, {how}; " + (
+    return f"{text}{counted(given.examples, 'example')} of {hosts}, {how}; " + (
         f"the devices wait {seconds_text(est.input_wait_seconds)} a step"
         if est.input_wait_seconds
         else f"ready before the devices, which take {seconds_text(est.device_seconds)}"
@@ -113,7 +114,7 @@ def _rows(est: Estimate, limit: int | None) -> list[str]:
     rest = order[len(shown) :]
     if rest:
         total = sum(r.total_seconds for group in rest for r in group)
-        lines.append(f"... {len(rest)} more rows, {seconds_text(total)} together*")
+        lines.append(f"... {counted(len(rest), 'more row')}, {seconds_text(total)} together*")
     note = "; again: runs a second time, for the backward pass" if any(c[2] == "again" for c in cells) else ""
     lines.append(f"* modelled; all others exact, for one run on one device{note}")
     return lines

@@ -33,6 +33,7 @@ from hardware.placement import places
 from meshlib.core.errors import GraphError
 from meshlib.core.files import replace_file
 from meshlib.core.graph import FORWARD
+from meshlib.core.text import counted
 from meshlib.estimation.result import Estimate, engine_name
 from meshlib.estimation.time.attribution import exposed, moments
 from meshlib.estimation.time.scheduling import Event, StepSchedule
@@ -212,7 +213,7 @@ class _Writer:
         if shown == trips:
             return
         begin, end = at + e.start + shown * body.seconds, at + e.end
-        name = f"{e.name}: {trips - shown} more trips"
+        name = f"{e.name}: {counted(trips - shown, 'more trip')}"
         yield _span(track, name, begin, end, {"trips": trips - shown, "line": e.source, "phase": e.region})
         for engine, busy in (("core", body.seconds), *body.busy.items()):
             share = {TRIPS_SHARE: busy / body.seconds if body.seconds else 0.0}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from meshlib.core.arguments import POSITIVE, at, bounded, whole
 from meshlib.core.compiler import Compiler
 from meshlib.core.errors import GraphError, SliceError
-from meshlib.core.text import count_text, grid, seconds_text, usd_text
+from meshlib.core.text import count_text, counted, grid, seconds_text, usd_text
 from meshlib.estimation.time.host_input import BATCH
 from meshlib.estimation.views.failures import Failures, Faults
 from meshlib.program.records import Program
@@ -111,7 +111,7 @@ class WholeRun:
         )
 
     def _trained(self) -> str:
-        text = f"{self.steps:,} step{'s' * (self.steps != 1)}"
+        text = counted(self.steps, "step")
         if self.tokens:
             text += f" of {count_text(self.tokens)} tokens"
         elif self.examples:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hardware.slices import Slice
 from meshlib.core.errors import ProgramError
-from meshlib.core.text import bytes_text, count_text, grid, wrapped
+from meshlib.core.text import bytes_text, count_text, counted, grid, wrapped
 from meshlib.estimation import DeviceMemory
 from meshlib.estimation.work.communication import Communication
 from meshlib.jax.compiling.matching import Difference, kept_moves, merged_launches
@@ -200,7 +200,7 @@ class Compiled:
     def _work_lines(self) -> Iterator[str]:
         assert self.work is not None
         if self.work.kernels:
-            yield f"custom kernels: {self.work.kernels:,} runs, whose FLOPs are not counted"
+            yield f"custom kernels: {counted(self.work.kernels, 'run')}, whose FLOPs are not counted"
         if self.work.cycles:
             at = f"{self.work.cycles / CLOCK_HZ * 1e3:.4g} ms at {CLOCK_HZ / 1e9:g} GHz"
             yield f"cycles of one core that the compiler expects: {count_text(self.work.cycles)}, {at}"
@@ -212,7 +212,7 @@ class Compiled:
             lines.append("the trips of some loops depend on data; they are counted once")
         values, launches = merged_launches(self.explained)
         if launches:
-            lines.append(f"merged: {values:,} values go in {launches:,} collective{'s' * (launches > 1)}")
+            lines.append(f"merged: {values:,} values go in {counted(launches, 'collective')}")
         if not self.differences:
             return [*lines, "sends just what was planned"]
         lines.append(f"differences in what is sent ({len(self.differences)}):")

@@ -10,6 +10,7 @@ from math import prod
 
 from meshlib.core.arguments import at
 from meshlib.core.errors import GraphError, nearest
+from meshlib.core.text import counted
 from meshlib.jax.importing.axes import Axes, Axis
 from meshlib.jax.importing.code import Code, Var
 
@@ -67,8 +68,8 @@ def assign_names(names: object, leaves: Sequence[Leaf]) -> None:
         for leaf in matching:
             if len(tokens) != len(leaf.var.shape):
                 raise GraphError(
-                    f"{at(WHAT)}: names: {key!r} has {len(tokens)} names, {given!r:.80}, but {leaf.path} has "
-                    f"{len(leaf.var.shape)} axes, {list(leaf.var.shape)}"
+                    f"{at(WHAT)}: names: {key!r} has {counted(len(tokens), 'name')}, {given!r:.80}, but {leaf.path} "
+                    f"has {counted(len(leaf.var.shape), 'axis', 'axes')}, {list(leaf.var.shape)}"
                 )
             leaf.tokens, leaf.of_user = tokens, True
 

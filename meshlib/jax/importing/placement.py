@@ -10,6 +10,7 @@ import jax
 from layouts import LayoutRules
 from layouts.errors import LayoutError
 from layouts.readers import from_partition_specs
+from meshlib.core.text import counted
 from meshlib.jax.importing.leaves import words
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def _of_dims(argument: Argument, spec: tuple[Any, ...]) -> tuple[Any, ...]:
     """The entries of a spec per dim; axes on a product go to its major dim."""
     if len(spec) > len(argument.axes):
         raise LayoutError(
-            f"layout: {spec} has {len(spec)} entries for the {len(argument.axes)} axes of {argument.name}"
+            f"layout: {spec} has {counted(len(spec), 'entry', 'entries')} for the "
+            f"{counted(len(argument.axes), 'axis', 'axes')} of {argument.name}"
         )
     entries: list[Any] = []
     for n, dims in enumerate(argument.axes):

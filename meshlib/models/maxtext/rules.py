@@ -20,6 +20,7 @@ from hardware.slices import Slice
 from layouts import Dimension, LayoutRules, Mesh, Rule, Shape
 from layouts.errors import LayoutError
 from meshlib.core.errors import nearest
+from meshlib.core.text import counted
 from meshlib.models.config import TransformerConfig
 from meshlib.models.layouts import with_unsplit
 from meshlib.models.maxtext.keys import DEFAULT_RULES, PARTS, LogicalRule
@@ -85,7 +86,7 @@ def axes_of(s: Settings, where: Slice) -> AxisSizes:
 def _filled(s: Settings, kind: str, names: Sequence[str], total: int, where: Slice) -> dict[str, int]:
     keys = {axis: f"{kind}_{PARTS[axis]}_parallelism" for axis in names}
     sizes = {axis: s.size(key, -1) for axis, key in keys.items()}
-    what = f"{total} devices of a slice" if kind == "ici" else f"{total} slice{'s' if total > 1 else ''}"
+    what = f"{counted(total, 'device')} of a slice" if kind == "ici" else counted(total, "slice")
     left = [axis for axis, size in sizes.items() if size == -1]
     given = math.prod(size for size in sizes.values() if size > 0)
     if kind == "dcn" and total == 1:  # MaxText ignores them on one slice, unless more are requested

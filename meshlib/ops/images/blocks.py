@@ -13,6 +13,7 @@ from meshlib.core.arguments import at, items, whole
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, find_dim
 from meshlib.core.names import free_name
+from meshlib.core.text import counted
 from meshlib.ops.building import tensor
 from meshlib.ops.images.convolution import conv2d, conv3d
 from meshlib.ops.images.sliding import Padding, PerDim
@@ -184,7 +185,7 @@ def in_whole(
       conv: keeps the names of spatial dims, and the channels last.
     """
     if len(tensor(x, what).shape) <= count:
-        raise ShapeError(f"{at(what)}: needs {count} spatial dims before the last, the channels, got {x}")
+        raise ShapeError(f"{at(what)}: needs {counted(count, 'spatial dim')} before the last, the channels, got {x}")
     inner = x.shape.dims[-count - 1 : -1]
     by_name = {d.name: find_dim(x, b, what) for d, b in zip(inner, blocks, strict=False) if b is not None}
     if not by_name:

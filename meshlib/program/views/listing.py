@@ -8,7 +8,7 @@ from layouts.plan import gathered_axes
 from meshlib.core.errors import GraphError
 from meshlib.core.folding import RepeatedLines, alike, name_pattern, runs, times_text
 from meshlib.core.opdef import Kind
-from meshlib.core.text import bytes_text, fitted_to, grid, too_wide
+from meshlib.core.text import bytes_text, counted, fitted_to, grid, too_wide
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Collective, Program, require_program
 
@@ -173,6 +173,6 @@ def _trips(i: Loop) -> str:
     """Number of runs of a loop's body: for a branch, the trips of the enclosing loop in which it runs."""
     branch = i.record.branch
     if branch is None:
-        return f"at most {i.trips} trips" if i.going else f"{i.trips} trips"
+        return ("at most " if i.going else "") + counted(i.trips, "trip")
     around = len(branch.active.indices)
     return f"a branch that a device takes in {i.runs(around)} of {around} trips"
