@@ -1,9 +1,10 @@
 """Exact choices for a graph with alike layers, from the factor graph of the shortened graph.
 
 Tables and variables belong to layers, like their operations and tensors. Variables are eliminated in all layers of the
-shortened graph alike, while tables stay small; what is left of one regular layer is repeated for each omitted layer,
-and the factor graph of the whole graph is solved: cost and bound are its own. The solution applies to the shortened
-graph if the omitted layers, and their neighbours, all choose alike.
+shortened graph alike, while tables stay small, unless the first or last layer then changes tables beside the gap. What
+is left of one regular layer is repeated for each omitted layer, and the factor graph of the whole graph is solved: cost
+and bound are its own. The solution applies to the shortened graph if the omitted layers, and their neighbours, all
+choose alike.
 """
 
 from __future__ import annotations
@@ -49,16 +50,18 @@ class _Expanded:
     def __init__(self, problem: Problem, layers: Repetition) -> None:
         self.problem, self.layers = problem, layers
         self.owners = self._owners()
+        self.whole = self._tables(problem.factors.tables)
+        if not self._is_regular(self.whole):
+            raise Irregular
         self.core = Elimination(problem.factors)  # of the short graph
         self._eliminate_alike()
+        tables = self._tables(self.core.tables.items())
+        if not self._is_regular(tables):  # an end has changed tables beside the gap
+            self.core, tables = Elimination(problem.factors), self.whole
         self.graph = FactorGraph()
         self.numbers: dict[tuple[Hashable, Place], int] = {}  # (identity, layer in the whole graph) -> variable
         sizes = self.core.size
         template = layers.first  # the first regular layer after the gap, which equals the one before it
-        self.whole, tables = map(self._tables, (problem.factors.tables, self.core.tables.items()))
-        for of in (self.whole, tables):
-            if self._of(of, template) != self._of(of, template - 1):
-                raise Irregular
         for v in sizes:
             what, place = self.owners[v]
             self.numbers[what, self._layer(place)] = self.graph.add_variable(sizes[v])
@@ -132,10 +135,14 @@ class _Expanded:
             of.setdefault(place, []).append((key, table))
         return of
 
-    @staticmethod
-    def _of(tables: Mapping[Place, list[Table]], place: int) -> set[object]:
-        """The tables of a layer, by content."""
-        return {(key, table.shape, table.tobytes()) for key, table in tables.get(place, ())}
+    def _is_regular(self, tables: Mapping[Place, list[Table]]) -> bool:
+        """True if the layers on both sides of the gap have equal tables."""
+        first = self.layers.first
+        before, behind = (
+            {(key, table.shape, table.tobytes()) for key, table in tables.get(place, ())}
+            for place in (first - 1, first)
+        )
+        return before == behind
 
     def _add(self, table: Table, layer: Place) -> None:
         scope = []

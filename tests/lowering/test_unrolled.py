@@ -183,6 +183,15 @@ def test_operations_without_links_are_priced_in_every_layer(monkeypatch: pytest.
     assert short.choice == whole.choice
 
 
+@pytest.mark.parametrize("seed", [3, 50])
+def test_ends_that_change_a_neighbours_choice_leave_layers_alike(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr(repetition, "LEAST_SAVED", 20)
+    short, whole, inserted = both(monkeypatch, random_layers(seed), LAYOUTS[seed % len(LAYOUTS)])
+    assert inserted == 1
+    assert content(short) == content(whole)
+    assert short.choice == whole.choice
+
+
 @pytest.mark.parametrize("middle", [True, False], ids=["fetched", "too few alike"])
 def test_what_is_not_alike_is_lowered_one_by_one(monkeypatch: pytest.MonkeyPatch, middle: bool) -> None:
     built = chain(lambda n: 32 if n in (4, 9) and not middle else 16, middle)
