@@ -180,7 +180,9 @@ class Problem:
                 op, self.signatures.of(op), ValuesKey(self._of_copy(op), later, often, free, others)
             )
         alike = self.signatures.of(op), self.homes.of(op.output), self._binding(op.output), near, later is not None
-        held = tuple([self.homes.held(x) for x in inputs]) if self.prices.balance.stationary else (None,) * len(inputs)
+        # A cast or view of a weight only passes it on: an operation that computes with it decides whether it moves.
+        stays = self.prices.balance.stationary and op.opdef.home is not Home.OPERAND and op.opdef.kind is not Kind.VIEW
+        held = tuple([self.homes.held(x) for x in inputs]) if stays else (None,) * len(inputs)
         key = (*alike, *self.space.limits(op), held, later, often, free, others)
         values = self.prices.alike.get(key)
         if values is None:
