@@ -275,7 +275,7 @@ class CopyTables:
         """The placements that a shared copy may have."""
         wanted = {s for u in mine for c in u.classes for s in c}
         lasting = {s for end in self.made for row in end.classes for s in row if self.light[s]}
-        later = {s for u in following for c in u.classes for s in c if self.light[s]}
+        later = {s for u in following for c in u.classes for s in c}
         some = {*wanted, *lasting, *later, *(self.slices if following else ()), self.number(self.home)}
         candidates = np.array(sorted(some))
         return candidates[np.isfinite(root[:, candidates]).any(axis=0)]

@@ -15,7 +15,7 @@ from layouts import Mesh, Shape, Sharding
 from meshlib.lowering import Balance
 from meshlib.lowering.bindings import stored
 from meshlib.lowering.copy_trees import Copy
-from meshlib.lowering.distances import distances
+from meshlib.lowering.distances import COLLECTIVE, distances
 from meshlib.lowering.elimination import Elimination, FactorGraph, Solution
 from meshlib.lowering.partition import Partitioner
 from meshlib.lowering.problem import Chosen, Problem
@@ -127,6 +127,21 @@ def test_regions_follow_one_another() -> None:
     copies.enter(graph, {})
     in_backward, in_update = graph.cost((1, 0, 0)), graph.cost((0, 1, 0))
     assert in_backward == 0 < in_update == graph.cost((0, 0, 0))
+
+
+def test_one_gather_serves_slices_in_every_region() -> None:
+    """Though only a later region's user has a value that needs the whole tensor."""
+    whole, home, made = PLACEMENTS[0], PLACEMENTS[2], PLACEMENTS[1]
+    forward, backward = (home, PLACEMENTS[3]), (PLACEMENTS[4], PLACEMENTS[6])
+    interned = SharedValues()
+    copies = tables.Copies(home, 4, Balance(), regather=True)
+    copies.set_made((None,), REGIONS[:1], (interned.makes([(made,)]),))
+    copies.add_use(None, "forward", interned.needs([forward]))
+    copies.add_use(0, "backward", interned.needs([backward, (whole,)]))
+    graph = FactorGraph([2])
+    copies.enter(graph, {})
+    least = min(graph.cost((0, *hubs)) for hubs in np.ndindex(*graph.sizes[1:]))
+    assert least == 4 * SHAPE.size / 2 + COLLECTIVE  # an all_gather over x; each region slices the result
 
 
 def root(copy: Copy, parents: Mapping[Copy, Copy]) -> Copy:
