@@ -248,6 +248,7 @@ if _TYPE_CHECKING:
     from meshlib.ops.pointwise.casts import to_int32 as to_int32
     from meshlib.ops.pointwise.cumulative import cumprod as cumprod
     from meshlib.ops.pointwise.cumulative import cumsum as cumsum
+    from meshlib.ops.pointwise.cumulative import linear_recurrence as linear_recurrence
     from meshlib.ops.pointwise.logic import cond as cond
     from meshlib.ops.pointwise.logic import logical_xor as logical_xor
     from meshlib.ops.pointwise.random import dropout as dropout

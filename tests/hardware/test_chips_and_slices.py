@@ -36,7 +36,7 @@ def test_peak(name):
 
 
 @pytest.mark.parametrize("name", CHIPS)
-def test_geometry_times_clock_is_the_peak_up_to_v5p(name):
+def test_geometry_times_clock_is_the_peak_or_half_of_it_from_v6e_on(name):
     chip = CHIPS[name]
     factor = 2 if chip.year >= CHIPS["v6e"].year else 1  # two published arrays make half of the published peak
     assert chip.mxu_clock_hz == pytest.approx(factor * chip.clock_hz, rel=0.005)

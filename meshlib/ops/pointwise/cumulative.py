@@ -161,7 +161,22 @@ RECURRENCE = operation(
 def linear_recurrence(
     a: Tensor, x: Tensor, dim: Dimension | str, reverse: bool = False, name: str | None = None
 ) -> Tensor:
-    """h[i] = a[i] h[i - 1] + x[i] along `dim`, from h = 0; from the other end if `reverse`. One type for a and x."""
+    """h[i] = a[i] h[i - 1] + x[i] along `dim`, from h = 0; from the other end if `reverse`: a diagonal state space.
+
+    Args:
+      a, x: one shape and float dtype.
+      dim: may be split: each device then sends a product and a last value of its block.
+    Returns: all h, of that shape and dtype.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     a, x = mtf.input("a", "t:3"), mtf.input("x", "t:3")
+      ...     h = mtf.linear_recurrence(a, x, "t")
+      >>> print(mtf.simulate(mtf.lower({"h": h})).step(a=[0.0, 0.5, 0.5], x=[4.0, 1.0, 0.0])["h"])
+      [4.  3.  1.5]
+
+    Source: Blelloch, "Prefix sums and their applications", 1990, section 1.4.
+    """
     d = find_dim(tensor(x, "linear_recurrence"), dim, "linear_recurrence")
     attrs = {"dim": d.name, "reverse": flag(reverse, "linear_recurrence", "reverse")}
     return build(RECURRENCE, [tensor(a, "linear_recurrence"), x], attrs, name)
