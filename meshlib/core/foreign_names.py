@@ -23,7 +23,7 @@ OF_TENSORS = {
     "numpy": "mtf.simulate(mtf.lower({'x': x})).step(...)['x']",
     "plot": 'program.variables["w"].plot(device=0) of a lowered program draws its blocks',
     "permute": "mtf.transpose(x, ...)",
-    "prod": "mtf.reduce_prod(x, reduced_dim=...)",
+    "prod": "mtf.cumprod(x, dim), which ends with the product",
     "size": "x.shape.size",
     "sum": "mtf.reduce_sum(x, reduced_dim=...)",
     "to": "mtf.cast(x, dtype)",

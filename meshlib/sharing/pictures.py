@@ -64,7 +64,7 @@ class ImageInput:
 def pixels_of(picture: object, sizes: Sequence[int], what: str) -> Array:
     """A picture as an array [height, width, channels]: such an array as it is, or an image file resized to it.
 
-    A file is cropped at its centre to the aspect ratio, as in training: see `mtf.records.read_image`.
+    A file is cropped at its centre to the aspect ratio, as in training: see `meshlib.records.images.read_image`.
     Raises: FeedError for an array of another shape or range, a file that is not a picture; MissingError without Pillow.
     """
     height, width, channels = sizes

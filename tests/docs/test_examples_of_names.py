@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
 from collections.abc import Callable
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -38,3 +41,32 @@ def test_functions_have_a_docstring_with_an_example(module: ModuleType) -> None:
 def test_classes_have_a_docstring_with_an_example(module: ModuleType) -> None:
     docs = {name: c.__doc__ or "" for name, c in public(module).items() if inspect.isclass(c)}
     assert {name for name, doc in docs.items() if ">>>" not in doc} == set()
+
+
+def missing_names(source: str) -> list[str]:
+    """The names `mtf.x.y` in the strings of a module that do not exist, without those whose rest is filled in."""
+    tree = ast.parse(source)
+    pieces = [node.values for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    begun = {a for values in pieces for a, b in pairwise(values) if not isinstance(b, ast.Constant)}
+    missing = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for name in re.finditer(r"\bmtf((?:\.\w+)+)(?![\w{])", node.value):
+                value: object = mtf
+                for part in [] if node in begun and name.end() == len(node.value) else name[1][1:].split("."):
+                    value = getattr(value, part, None)
+                missing += [name[0]] * (value is None)
+    return missing
+
+
+@pytest.mark.parametrize("package", ["meshlib", "layouts", "hardware"])
+def test_messages_and_docstrings_name_what_exists(package: str) -> None:
+    pytest.importorskip("jax")
+    files = Path(mtf.__file__).parent.parent.joinpath(package).rglob("*.py")
+    assert {(file.name, name) for file in files for name in missing_names(file.read_text())} == set()
+
+
+def test_a_missing_name_is_noticed() -> None:
+    assert missing_names('f"{at}: use mtf.reduce_prod(x), mtf.layers.dense or mtf.layers.{name}"') == [
+        "mtf.reduce_prod"
+    ]

@@ -109,7 +109,7 @@ def _put(w: StepWriter, step: CodeStep) -> list[Tensor | None]:
 def _elsewhere(step: CodeStep) -> str | None:
     kinds = [str(getattr(place, "memory_kind", place)) for place in step.params["devices"]]
     host = any(kind.lower().endswith("host") for kind in kinds)
-    return "to the host's memory; leave it out, and name values for mtf.remat(..., offload=[...])" if host else None
+    return "to the host's memory; leave it out, and name values for mtf.Remat(offload=[...])" if host else None
 
 
 rule("sharding_constraint reshard", axes=same_axes, write=_constraint, fold=lambda step, x: x, by_element=True)
