@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from meshlib.command.figures import of_search
 from meshlib.command.output import answer, create_folder, say, say_json, say_verdict, writable
 from meshlib.command.plan import json_of, next_commands, text_of
 from meshlib.command.subject import (
+    TOKENS_OF_A_DEVICE,
     Subject,
     completed_layouts,
     named_layouts,
@@ -124,7 +125,7 @@ def _refuse_effort(args: argparse.Namespace) -> None:
 def _usual_plans(
     args: argparse.Namespace, subject: Subject, where: Slice, asked: WholeRunOptions
 ) -> tuple[Subject, list[PlannedLayout]]:
-    """The layouts named, or the usual ones, ranked; a batch that was not asked for is halved until a layout fits."""
+    """The layouts named, or the usual ones, ranked, with the largest of `_batches` that fits."""
     first = subject
     with Progress(args.quiet, at_once=True) as bar:  # the first verdict shows while others are tried
 
@@ -132,20 +133,19 @@ def _usual_plans(
             layouts = _layouts(args, subject, where)
             return plans_of(subject, where, layouts, args.remat, asked, bar, bool(args.layout))
 
-        batches = [subject]
-        if not args.layout and (smaller := _with_half_the_batch(subject)) is not None:
-            fits, state_fits = batches_that_may_fit(subject, where, _layouts(args, subject, where), args.remat)
-            batches = [subject] if not state_fits else [subject, smaller] if fits else [smaller, subject]
-        subject, plans = batches[0], plans_at(batches[0])
-        for other in batches[1:] if not plans[0].fits else ():
-            subject, plans = min((subject, plans), (other, plans_at(other)), key=lambda each: each[1][0].order)
+        tried: list[tuple[Subject, list[PlannedLayout]]] = []
+        for each in _batches(args, subject, where):
+            tried.append((each, plans_at(each)))
+            if tried[-1][1][0].fits:
+                break
+    subject, plans = min(tried, key=lambda each: each[1][0].order)
     plans[0] = timed(subject, where, plans[0], asked)
     if args.layout and plans[0].est is None:
         raise GraphError(plans[0].fault)
     if subject is not first:
-        batch, halved = first.sizes["batch"], subject.sizes["batch"]
+        batch, reduced = first.sizes["batch"], subject.sizes["batch"]
         rest = "" if plans[0].fits else ", which do not fit either"
-        note = f"the usual batch here, {batch:,} sequences, does not fit: halved to {halved:,}{rest}; --batch sets it"
+        note = f"the usual batch here, {batch:,} sequences, does not fit: reduced to {reduced:,}{rest}; --batch sets it"
         lines = [*first.notes.splitlines(), *wrapped(note, "note: ", " ")]
         subject = replace(subject, settings=first.settings, notes="\n".join(lines))
     return subject, plans
@@ -160,12 +160,26 @@ def _layouts(args: argparse.Namespace, subject: Subject, where: Slice) -> list[t
     return layouts
 
 
-def _with_half_the_batch(subject: Subject) -> Subject | None:
-    """The subject with half as many sequences; None if the batch was given."""
-    if subject.config is None or subject.given_batch or subject.sizes["batch"] < 2:
-        return None
-    sizes = {**subject.sizes, "batch": subject.sizes["batch"] // 2}
-    return of_model(subject.config, sizes, subject.step, subject.compiler, given_batch=True)
+def _batches(args: argparse.Namespace, subject: Subject, where: Slice) -> Iterator[Subject]:
+    """The subject, then with a batch that was not asked for halved: once, or to as many tokens as a device usually has.
+
+    A batch of which no layout may fit is left out if there is a smaller one. Where the variables, slots and gradients
+    alone do not fit, the others are left out.
+    """
+    config, sizes = subject.config, subject.sizes
+    if args.layout or config is None or subject.given_batch:
+        yield subject
+        return
+    usual = where.devices * TOKENS_OF_A_DEVICE // sizes["length"]
+    least = max(1, min(sizes["batch"] // 2, usual))
+    while True:
+        fits, state_fits = batches_that_may_fit(subject, where, _layouts(args, subject, where), args.remat)
+        batch = subject.sizes["batch"] // 2
+        if fits or batch < least or not state_fits:
+            yield subject
+        if batch < least or not state_fits:
+            return
+        subject = of_model(config, {**sizes, "batch": batch}, subject.step, subject.compiler, given_batch=True)
 
 
 def first_choices(args: argparse.Namespace, subject: Subject) -> dict[str, object]:

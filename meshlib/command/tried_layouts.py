@@ -21,8 +21,6 @@ from meshlib.estimation.memory.device_memory import memory_on
 from meshlib.estimation.views.rows import names_of_forward
 from meshlib.estimation.views.whole_run import WholeRun
 
-EFFORT = 7500  # operations of lowered layouts that fit after which the remaining usual ones are left out: about 1 s
-
 
 @dataclass(frozen=True)
 class PlannedLayout:
@@ -135,8 +133,7 @@ def plans_of(
     """Plans of the layouts, best first.
 
     Without `remat`, a model's layouts are tried with the least rematerialisation that fits. A layout that cannot fit is
-    not lowered, and one that does not fit has no estimate, unless the user `named` it. Once a layout fits, the rest are
-    left out if the program is large.
+    not lowered, and one that does not fit has no estimate, unless the user `named` it.
     """
     levels = [remat] if remat else list(REMAT)
     choices: list[dict[str, object]] = [{"remat": level} for level in levels] if subject.config is not None else [{}]
@@ -171,7 +168,6 @@ class _Tries:
     progress: Callable[[int, int, str], None]
     count: int
     plans: list[PlannedLayout] = field(default_factory=list)
-    effort: int = 0
     _lightened: set[tuple[str, str]] = field(default_factory=set)
 
     @property
@@ -184,9 +180,6 @@ class _Tries:
         first, fits = self.choices[0], self.fastest < inf
         if self.named:
             self.add(name, mesh, first)
-        elif fits and self.effort >= EFFORT:
-            fault = f"not tried, since another fits and the program is large; --layout '{name}@{mesh}' tries it"
-            self.plans.append(PlannedLayout(name, mesh, first, fault=fault))
         elif self.excluded(name, mesh, first):
             return
         elif fits or not self.lighter(name, mesh):
@@ -225,7 +218,6 @@ class _Tries:
         plan = _lowered(self.subject, self.where, name, mesh, choices)
         if plan.fits or self.named:
             plan = timed(self.subject, self.where, plan, self.asked)
-        self.effort += plan.fits * len(self.subject.session(**choices).subjects.operations)
         self.plans.append(plan)
         tried = sum(plan.memory is not None for plan in self.plans)
         best = min(self.plans, key=lambda p: p.order)

@@ -269,7 +269,7 @@ def usual_layouts(config: TransformerConfig, devices: int, batch: int, stages: i
         devices share a sequence. stages: of a pipeline, each with its share of the devices; then `batch` is the
         number of sequences in a microbatch.
     Returns: fully sharded data parallelism, alone or with an axis for sequences that devices share, and with an axis
-      for the heads, or for heads and sequence, or for experts (and sequences that devices share); without duplicates.
+      for the heads or experts (and sequences that devices share), or for heads and sequence; without duplicates.
     Raises: GraphError for sizes below 1, and for stages that do not divide the devices.
     Example:
       >>> import meshlib as mtf
@@ -294,6 +294,10 @@ def usual_layouts(config: TransformerConfig, devices: int, batch: int, stages: i
     for axis, size in usual:
         several = context if axis == "expert" else 1  # an axis for experts splits the batch, which must be large enough
         size = gcd(size, devices // several)
+        if axis in ("tensor", "sequence"):
+            several = devices // size // gcd(devices // size, batch)
+        if axis == "sequence" and several > 1:  # it excludes "context"
+            continue
         rows = devices // (size * several)
         fsdp = largest_power(rows, config.d_model)
         axes = {"data": rows // fsdp, "fsdp": fsdp, "tensor" if axis == "sequence" else axis: size}

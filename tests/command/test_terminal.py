@@ -373,15 +373,6 @@ def test_layouts_that_cannot_fit_are_bounded(capsys: pytest.CaptureFixture[str])
         assert exact["capacity_bytes"] < plan["least_bytes"] <= exact["peak_bytes"]
 
 
-def test_a_large_program_that_fits_is_compared_no_further(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("meshlib.command.tried_layouts.EFFORT", 1)
-    plans = json.loads(run("plan llama3.1-8b --slice v5e-64 --set layers=2 --json", capsys)[1])["plans"]
-    assert [p["name"] for p in plans if "step_seconds_modelled" in p] == ["fsdp"]
-    assert {p["name"] for p in plans if "--layout" in p.get("fault", "")} == {"fsdp+tensor", "fsdp+sequence"}
-
-
 def names_of(written: str, file: Path) -> dict[str, Any]:
     """What a file that init has written defines, if it is at a path."""
     names: dict[str, Any] = {"__file__": str(file)}
@@ -624,10 +615,15 @@ def test_ctrl_c_elsewhere_is_quiet(folder: Path) -> None:
     assert err.strip() == ""
 
 
-def test_a_batch_that_was_halved_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reduced_batch_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run("plan llama3-8b --slice v5e-8 --remat full", capsys)
-    assert "note: the usual batch here, 8 sequences, does not fit: halved to 4, which do" in out
+    assert "note: the usual batch here, 8 sequences, does not fit: reduced to 4, which do" in out
     assert "no batch fits" not in out
+
+
+def test_devices_share_long_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run("plan llama3.1-8b --slice v5e-64 --length 131072 --remat full --json", capsys)
+    assert (status, json.loads(out)["batch"]) == (0, 8)
 
 
 @pytest.mark.parametrize(
@@ -642,7 +638,7 @@ def test_no_smaller_batch_is_tried_where_variables_slots_and_gradients_do_not_fi
 ) -> None:
     _, out, _ = run(f"plan {command} --remat full", capsys)
     assert f"GiB variables, slots and gradients: {why}" in " ".join(out.split())
-    assert "halved" not in out
+    assert "reduced" not in out
 
 
 def test_the_first_verdict_shows_while_other_layouts_are_tried(

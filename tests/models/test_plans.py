@@ -35,18 +35,19 @@ def test_the_mesh_tensorflow_model_of_4_9_billion_fits_its_pod():
 
 FEW_SEQUENCES = [
     (model, devices, batch)
-    for model in ("mixtral-8x7b", "qwen3-30b-a3b")
-    for devices, batch in ((128, 128), (128, 64), (64, 16), (16, 1))
+    for model in ("mixtral-8x7b", "qwen3-30b-a3b", "llama3-8b", "gpt2-xl")
+    for devices, batch in ((128, 128), (128, 64), (64, 16), (64, 4), (16, 1))
 ]
 
 
 @pytest.mark.parametrize(
-    ("model", "devices", "batch"), some(FEW_SEQUENCES, [("mixtral-8x7b", 64, 16), ("qwen3-30b-a3b", 16, 1)])
+    ("model", "devices", "batch"),
+    some(FEW_SEQUENCES, [("mixtral-8x7b", 64, 16), ("qwen3-30b-a3b", 16, 1), ("llama3-8b", 64, 4)]),
 )
-def test_usual_layouts_of_experts_are_legal_for_few_sequences_too(model, devices, batch):
+def test_usual_layouts_are_legal_for_few_sequences_too(model, devices, batch):
     config = mtf.models.preset(model).replace(layers=1)
     found = mtf.models.usual_layouts(config, devices, batch)
-    assert batch == 1 or any("expert" in name for name, _ in found)
+    assert batch == 1 or any("expert" in name or "tensor" in name for name, _ in found)
     for name, mesh in found:
         assert mtf.Mesh(mesh).size == devices
         with mtf.Graph():
