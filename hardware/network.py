@@ -19,7 +19,7 @@ Sources: `hardware.collectives`; Kumar et al., arXiv:2011.03641 (hierarchical su
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -31,7 +31,7 @@ from hardware.chunks import best_chunks, dcn_rate, dcn_seconds, dcn_wire_seconds
 from hardware.collective_kinds import COLLECTIVE_KINDS, Phase
 from hardware.collectives import StagedTime
 from hardware.events import Links, check_links
-from hardware.placement import CORES, DCN, Placement, PlacementFactor, check_mesh, factorings, join, wraps
+from hardware.placement import CORES, DCN, Factors, Placement, PlacementFactor, check_mesh, factorings, join, wraps
 from hardware.slices import Slice, as_slice
 from hardware.snakes import closes
 from hardware.twisted_groups import TwistedRings, twisted_exchanges, twisted_rings, twisted_ways
@@ -192,6 +192,19 @@ def best_placement(
     """
     slice_ = as_slice(slice_)
     sizes = check_mesh(slice_, mesh)
+    best, least = None, math.inf
+    for factors, parts in priced_factorings(slice_, sizes, demands, among):
+        if sum(parts) < least * (1 - 1e-12):
+            best, least = factors, sum(parts)
+    if best is None:
+        raise HardwareError(f"mesh {sizes} cannot be laid over {slice_}: no split of its axes fits")
+    return Placement(slice_, best), least
+
+
+def priced_factorings(
+    slice_: Slice, sizes: Mapping[str, int], demands: Sequence[Demand], among: Sequence[Placement] | None = None
+) -> Iterator[tuple[Factors, tuple[float, ...]]]:
+    """The factors of each placement, and the seconds of each demand, all runs. Arguments, errors: `best_placement`."""
     if not isinstance(demands, (list, tuple)) or not all(isinstance(demand, Demand) for demand in demands):
         raise HardwareError(f"demands must be a list of Demand(kind, axes, payload_bytes), not {demands!r}")
     wanted = list(demands) or [Demand("all_reduce", (name,), 2.0**20) for name in sizes]
@@ -199,26 +212,19 @@ def best_placement(
         if not set(demand.axes) <= set(sizes) or len(set(demand.axes)) < len(demand.axes):
             raise HardwareError(f"axes {list(demand.axes)} are not distinct axes of the mesh {sizes}")
     prices: dict[tuple[object, ...], float] = {}  # the price of a group depends on its factors alone
-    best: tuple[tuple[tuple[str, tuple[PlacementFactor, ...]], ...], float] | None = None
     for factors in factorings(slice_, sizes) if among is None else _checked_placements(among, slice_, sizes):
-        lies, seconds = dict(factors), 0.0
+        lies, parts = dict(factors), []
         for number, demand in enumerate(wanted):
             key = (number, *[lies[axis] for axis in demand.axes])
             if key not in prices:
                 group = join(factor for axis in demand.axes for factor in lies[axis])
                 alone = _price(slice_, group, demand.kind, demand.payload_bytes, None).seconds
                 prices[key] = demand.count * alone
-            seconds += prices[key]
-        if best is None or seconds < best[1] * (1 - 1e-12):
-            best = factors, seconds
-    if best is None:
-        raise HardwareError(f"mesh {sizes} cannot be laid over {slice_}: no split of its axes fits")
-    return Placement(slice_, best[0]), best[1]
+            parts.append(prices[key])
+        yield factors, tuple(parts)
 
 
-def _checked_placements(
-    among: Sequence[Placement], slice_: Slice, sizes: Mapping[str, int]
-) -> list[tuple[tuple[str, tuple[PlacementFactor, ...]], ...]]:
+def _checked_placements(among: Sequence[Placement], slice_: Slice, sizes: Mapping[str, int]) -> list[Factors]:
     for placement in among if isinstance(among, (list, tuple)) else [among]:
         if not isinstance(placement, Placement) or placement.slice != slice_ or placement.mesh != sizes:
             raise HardwareError(f"among must hold placements of mesh {sizes} on {slice_.name}, not {placement!r:.80}")

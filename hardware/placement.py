@@ -23,7 +23,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from hardware.checks import HardwareError, names, whole
 from hardware.slices import Slice, as_slice
@@ -39,6 +39,9 @@ class PlacementFactor(NamedTuple):
     stride: int
 
 
+Factors: TypeAlias = tuple[tuple[str, tuple[PlacementFactor, ...]], ...]  # of each mesh axis by name
+
+
 @dataclass(frozen=True)
 class Placement:
     """Position of a mesh on a slice: of each axis by name the factors, the major one first.
@@ -51,7 +54,7 @@ class Placement:
     """
 
     slice: Slice
-    factors: tuple[tuple[str, tuple[PlacementFactor, ...]], ...]
+    factors: Factors
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slice", as_slice(self.slice))
@@ -227,7 +230,7 @@ def placements(slice_: Slice | str, mesh: Mapping[str, int]) -> Iterator[Placeme
         yield Placement(slice_, factors)
 
 
-def factorings(slice_: Slice, mesh: Mapping[str, int]) -> Iterator[tuple[tuple[str, tuple[PlacementFactor, ...]], ...]]:
+def factorings(slice_: Slice, mesh: Mapping[str, int]) -> Iterator[Factors]:
     """The factors of each of `placements`, unchecked and without the slice.
 
     Raises: HardwareError as `placements`.

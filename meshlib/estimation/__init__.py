@@ -23,11 +23,10 @@ from meshlib.estimation.result import Estimate, RooflinePoint
 from meshlib.estimation.time.balance import balance
 from meshlib.estimation.time.host_input import HostInput, input_time
 from meshlib.estimation.time.physics import CALIBRATED, Physics
-from meshlib.estimation.time.scheduling import scheduled
+from meshlib.estimation.time.placing import fastest_step, placed_step
 from meshlib.estimation.views.rows import Row
-from meshlib.estimation.work.communication import CompiledCollectives, Network, placed
+from meshlib.estimation.work.communication import CompiledCollectives
 from meshlib.estimation.work.expert_load import ExpertLoad, ExpertReport, grouped_products, under_load
-from meshlib.estimation.work.plan import plan_of
 from meshlib.program.records import Program, require_program
 
 __all__ = [
@@ -55,8 +54,8 @@ def estimate(
       compiler: the scheduling and placement rules: which collectives overlap, whether loops are unrolled, overhead per
         step. By default the compiler that the program was lowered for, `mtf.XLA_TPU` unless specified; stationary
         weights are always those of the lowering.
-      placement: the position of the mesh on the torus; by default the best one for the program's collectives among
-        those that the compiler allows. A dict like {"data": 4} gives the factor of each axis that spans slices, as
+      placement: the position of the mesh on the torus; by default the one with the shortest step found among those
+        that the compiler allows. A dict like {"data": 4} gives the factor of each axis that spans slices, as
         `create_hybrid_device_mesh` of JAX does: the best of those placements.
       physics: efficiency losses against ideal engines; `Physics().without_losses()` is a machine without losses.
       input: the rate at which hosts prepare examples, `mtf.HostInput(examples_per_second=...)`; a step takes at least
@@ -88,20 +87,19 @@ def estimate(
     if not isinstance(physics, Physics):
         raise GraphError(f"estimate: physics must be an mtf.Physics, got {physics!r:.80}")
     slice_ = slice_for("estimate", program.mesh, slice)
-    over_dcn = _over_dcn(program, slice_, placement) if isinstance(placement, Mapping) else ()
+    across = _over_dcn(program, slice_, placement) if isinstance(placement, Mapping) else ()
     if placement is not None and not isinstance(placement, Mapping):
         _check_placement(program, slice_, placement)
     try:
-        if not isinstance(placement, Placement):
-            placement = placed(slice_, program, compiler.whole_torus_axes, over_dcn)
-        plan = plan_of(
-            program, Network(placement), compiler, None if compiled is None else _compiled_moves(program, compiled)
-        )
-        schedule = scheduled(plan, slice_.chip, physics, compiler)
+        moves = None if compiled is None else _compiled_moves(program, compiled)
+        if isinstance(placement, Placement):
+            step = placed_step(placement, program, compiler, physics, moves)
+        else:
+            step = fastest_step(slice_, program, compiler, physics, moves, across)
     except HardwareError as fault:  # a chip without links between chips, without a bfloat16 rate, ...
         raise SliceError(f"estimate: program on mesh {program.mesh} cannot run on {slice_.name}: {fault}") from None
     fed = None if input is None else input_time(program, slice_, input)
-    return Estimate(program, slice_, compiler, placement, physics, plan, schedule, fed)
+    return Estimate(program, slice_, compiler, step.placement, physics, step.plan, step.schedule, fed)
 
 
 def _under_load(

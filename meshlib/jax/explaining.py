@@ -19,7 +19,7 @@ from meshlib.core.compiler import XLA_TPU
 from meshlib.core.errors import GraphError, ProgramError, SliceError
 from meshlib.core.slices import slice_for
 from meshlib.core.text import bytes_text, counted, grid, seconds_text, wrapped
-from meshlib.estimation.work.communication import placed_for
+from meshlib.estimation.work.communication import priced_for
 from meshlib.jax.hlo.collectives import HloCollective, collectives_of
 from meshlib.jax.hlo.groups import PartOfAxis, axes_of, permuted_axes
 from meshlib.jax.hlo.reasons import phase_of, reason_of
@@ -340,7 +340,8 @@ def _placement(
         if over:
             demands.append(Demand(c.kind, over, c.larger_bytes, c.count or 1))
     try:
-        return placed_for(slice_, tuple(sizes.items()), tuple(demands), XLA_TPU.whole_torus_axes), names
+        priced = priced_for(slice_, tuple(sizes.items()), tuple(demands), XLA_TPU.whole_torus_axes)
+        return priced.placements[priced.cheapest], names
     except HardwareError as fault:
         raise SliceError(f"explain: mesh {mesh} on {slice_.name}: {fault}") from None
 

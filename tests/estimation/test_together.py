@@ -13,13 +13,12 @@ import meshlib as mtf
 from hardware import CHIPS
 from hardware.memory import hbm_seconds
 from hardware.network import Cost, collective_cost
-from hardware.slices import Slice
 from meshlib.estimation import Physics
 from meshlib.estimation.time.hbm_engine import Hbm
 from meshlib.estimation.time.kernel_times import Times
 from meshlib.estimation.time.link_sharing import LinkTimes
 from meshlib.estimation.time.scheduling import schedule
-from meshlib.estimation.work.communication import Network, placed
+from meshlib.estimation.work.communication import Network
 from meshlib.estimation.work.plan import plan_of
 from tests.compilers import IN_PIECES, INDEPENDENT
 from tests.effort import draws
@@ -287,7 +286,7 @@ def test_numbers_drawn_to_round_cotangents_pass_through_memory():
         loss = mtf.reduce_sum(mtf.sin(mtf.quantized_einsum([x, w], [rows, n])))
         dx, dw = mtf.gradients([loss], [x, w])
         program = mtf.lower({"loss": loss, "dx": dx, "dw": dw})
-    network = Network(placed(Slice("v5e-1"), program))
+    network = Network(mtf.estimate(program, "v5e-1").placement)
     plain, noisy = (
         [u.kernel.quantised_bytes for u in plan_of(program, network, compiler).units if u.product]
         for compiler in (mtf.XLA_TPU, replace(mtf.XLA_TPU, rounding_noise_bytes=4))

@@ -14,7 +14,7 @@ from hardware import Slice
 from hardware.network import Demand
 from hardware.placement import DCN
 from meshlib.core.opdef import Kind
-from meshlib.estimation.work.communication import placed_for
+from meshlib.estimation.work.communication import priced_for
 from meshlib.models import Pipeline, TransformerConfig, layout, preset, train_step
 from meshlib.program.instructions import Loop
 from meshlib.program.records import walk
@@ -224,7 +224,8 @@ def test_whole_torus_axes_are_no_reason_to_split_another_axis_over_dcn() -> None
     )
     mesh = (("pipe", 4), ("fsdp", 8), ("context", 2))
     for whole_axes in (True, False):
-        placement = placed_for(Slice("4*v5e-16"), mesh, demands, whole_axes)
+        priced = priced_for(Slice("4*v5e-16"), mesh, demands, whole_axes)
+        placement = priced.placements[priced.cheapest]
         over = {axis for axis, factors in placement.factors for factor in factors if factor.place == DCN}
         assert over == {"pipe"}
 

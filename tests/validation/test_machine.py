@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+import meshlib as mtf
 from hardware import CHIPS, Slice
 from hardware.placement import DCN
-from meshlib.estimation.work.communication import placed
 from meshlib.validation.machine import slice_of
 from meshlib.validation.measured import flops_per_token, local_layers, parameters
 from meshlib.validation.policies import NotExpressed
@@ -54,7 +54,7 @@ def test_slices_are_joined_by_the_axis_that_the_row_names():
     """On 16 x 16 chips no way to lay 64 x 4 takes whole torus axes: tensor parallelism must not leave the slice."""
     layout = {"ici_fsdp": 64, "ici_tensor": 4, "dcn_data": 4}
     run = run_of({**SLICES, "layout": layout, "batch": {"per_device_batch_size": 2, "seq": 2048}})
-    placement = placed(run.slice, lowered(run, training=False), whole_axes=True, across=run.across)
+    placement = mtf.estimate(lowered(run, training=False), run.slice, placement=dict(run.across)).placement
     assert {axis for axis, factors in placement.factors for f in factors if f.place == DCN} == {"slices"}
 
 

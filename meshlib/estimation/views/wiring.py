@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 from hardware.slices import Slice, shape_name
 from meshlib.core.text import seconds_text
-from meshlib.estimation.time.scheduling import scheduled
-from meshlib.estimation.work.communication import Network, placed
-from meshlib.estimation.work.plan import plan_of
+from meshlib.estimation.time.placing import fastest_step
 
 if TYPE_CHECKING:
     from meshlib.estimation.result import Estimate
@@ -38,10 +36,8 @@ def other_wiring(est: Estimate) -> Estimate | None:
     times = f"{here.slices}*" if here.slices > 1 else ""
     shape = shape_name(here.single).removesuffix("_twisted") + "_twisted" * (not here.twisted)
     slice_ = Slice(f"{times}{here.chip.name}-{shape}", here.chip)
-    placement = placed(slice_, est.program, est.compiler.whole_torus_axes)
-    plan = plan_of(est.program, Network(placement), est.compiler)
-    schedule = scheduled(plan, slice_.chip, est.physics, est.compiler)
-    return replace(est, slice=slice_, placement=placement, plan=plan, schedule=schedule)
+    step = fastest_step(slice_, est.program, est.compiler, est.physics)
+    return replace(est, slice=slice_, placement=step.placement, plan=step.plan, schedule=step.schedule)
 
 
 def twisting(est: Estimate) -> str | None:

@@ -1,21 +1,23 @@
-"""Collectives of a program as demands on the network, and the placement of its mesh on the slice.
+"""Collectives of a program as demands on the network, and their prices under the placements of its mesh on the slice.
 
 A collective reshard is one demand, merged ones are one demand with the sum of their bytes; an exchange within an
-instruction (a halo, a summary) is a demand before its computation. The placement is the best one for all demands of the
-program together, loops counted as often as they run.
+instruction (a halo, a summary) is a demand before its computation. Placements are priced for all demands of the program
+together, loops counted as often as they run.
 
 Source: `hardware.network` prices demands on placements.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple, TypeAlias
 
 from hardware.checks import HardwareError
 from hardware.chips import Chip
-from hardware.network import Cost, Demand, best_placement, collective_cost
+from hardware.network import Cost, Demand, collective_cost, priced_factorings
 from hardware.placement import DCN, Placement, placements
 from hardware.slices import Slice
 from layouts import Mesh
@@ -23,6 +25,7 @@ from layouts.step_kinds import STEP_KINDS
 from meshlib.program.instructions import Instruction, Transfer
 from meshlib.program.records import Program, walk
 
+ROUNDING = 1 + 1e-12
 # Three or more mesh axes have thousands of placements on a large torus. Each cut of a torus axis makes groups share
 # links, so above this number only placements with at most one cut more than necessary are priced.
 MANY_PLACEMENTS = 100
@@ -55,6 +58,7 @@ class Communication:
         return self.tensor if self.tensors == 1 else f"{self.tensor} and {self.tensors - 1} more"
 
 
+KindOverAxes: TypeAlias = tuple[str, tuple[str, ...]]  # the kind of a collective, and its mesh axes
 # Instruction -> the collectives that a compiler sends for it.
 CompiledCollectives = Mapping[Instruction, tuple[Communication, ...]]
 
@@ -113,32 +117,69 @@ class Network:
         return price
 
 
-def placed(
+class PricedPlacements(NamedTuple):
+    """Placements of a mesh, and the time of a program's collectives under each.
+
+    `collectives`: kinds and mesh axes; `prices`: of each placement, the seconds of all runs of each collective.
+    """
+
+    collectives: tuple[KindOverAxes, ...]
+    placements: tuple[Placement, ...]
+    prices: tuple[tuple[float, ...], ...]
+
+    @property
+    def cheapest(self) -> int:
+        """Number of the placement with the least time of all collectives in sequence; of equals the first."""
+        totals = [sum(prices) for prices in self.prices]
+        least = min(totals) * ROUNDING
+        return next(n for n, total in enumerate(totals) if total <= least)
+
+    def cheaper_for_some(self, number: int) -> set[int]:
+        """Numbers of the placements under which some collective takes less time than under this one."""
+        here = self.prices[number]
+        return {n for n, prices in enumerate(self.prices) if any(map(operator.lt, prices, here))}
+
+    def least_change(self, exposed_seconds: Mapping[KindOverAxes, float], before: int, after: int) -> float:
+        """Predicted change of a step in seconds, at the best.
+
+        Of a collective that takes less time, what it saves is saved from what is exposed; of one that takes more, the
+        same share is exposed.
+        """
+        change = 0.0
+        for collective, paid, price in zip(self.collectives, self.prices[before], self.prices[after], strict=False):
+            seconds = exposed_seconds.get(collective, 0.0)
+            change += seconds * (price / paid - 1) if price > paid else max(price - paid, -seconds)
+        return change
+
+
+def priced_placements(
     slice_: Slice, program: Program, whole_axes: bool = False, across: Sequence[tuple[str, int]] = ()
-) -> Placement:
-    """The best placement of a program's mesh for its own collectives.
+) -> PricedPlacements:
+    """The placements of a program's mesh on a slice, priced for its own collectives.
 
     `whole_axes`: within slices, restrict to placements of each mesh axis on whole torus axes, if there are any: the
     default of `jax.experimental.mesh_utils.create_device_mesh`. `across`: the factor of each mesh axis that spans
     slices (`create_hybrid_device_mesh`); by default any.
     """
-    totals: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
+    totals: dict[KindOverAxes, tuple[int, int]] = {}
     for move, times in all_moves(program):
         count, size = totals.get((move.kind, move.axes), (0, 0))
         totals[move.kind, move.axes] = count + times, size + times * move.larger_bytes
     demands = tuple(Demand(kind, axes, size / n, n) for (kind, axes), (n, size) in totals.items())
     mesh = tuple((axis, program.mesh.axis_size(axis)) for axis in program.mesh.axes)
-    return placed_for(slice_, mesh, demands, whole_axes, tuple(across))
+    return priced_for(slice_, mesh, demands, whole_axes, tuple(across))
 
 
 @lru_cache(maxsize=256)
-def placed_for(
+def priced_for(
     slice_: Slice, mesh: tuple[tuple[str, int], ...], demands: tuple[Demand, ...], whole_axes: bool,
     across: tuple[tuple[str, int], ...] = (),
-) -> Placement:  # fmt: skip
-    """The best placement of a mesh for these demands, cached because layers and sweeps repeat them."""
+) -> PricedPlacements:  # fmt: skip
+    """The placements of a mesh, priced for these demands; cached because layers and sweeps repeat them."""
     sizes = dict(mesh)
-    return best_placement(slice_, sizes, demands, possible_placements(slice_, sizes, whole_axes, dict(across)))[0]
+    placements = possible_placements(slice_, sizes, whole_axes, dict(across))
+    prices = tuple(seconds for _, seconds in priced_factorings(slice_, sizes, demands, placements))
+    return PricedPlacements(tuple((d.kind, d.axes) for d in demands), tuple(placements), prices)
 
 
 def possible_placements(

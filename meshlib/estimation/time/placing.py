@@ -1,0 +1,74 @@
+"""The placement of a program's mesh under which its step takes least, with its schedule.
+
+Collectives hidden behind work cost nothing, so the placement with the least time of all collectives in sequence may not
+be the fastest. Starting from it, a step under another placement is predicted from the exposed seconds and the prices of
+each kind of collective (`PricedPlacements.least_change`). Placements predicted to be faster are scheduled, the best
+prediction first, and predictions start anew from each that is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hardware.chips import Chip
+from hardware.placement import Placement
+from hardware.slices import Slice
+from meshlib.core.compiler import Compiler
+from meshlib.estimation.time.attribution import divided
+from meshlib.estimation.time.physics import Physics
+from meshlib.estimation.time.scheduling import StepSchedule, scheduled
+from meshlib.estimation.work.communication import CompiledCollectives, KindOverAxes, Network, priced_placements
+from meshlib.estimation.work.plan import plan_of
+from meshlib.estimation.work.units import UnitPlan
+from meshlib.program.records import Program
+
+
+class PlacedStep(NamedTuple):
+    """A step under a placement: its plan and schedule."""
+
+    placement: Placement
+    plan: UnitPlan
+    schedule: StepSchedule
+
+
+def placed_step(
+    placement: Placement, program: Program, compiler: Compiler, physics: Physics,
+    compiled: CompiledCollectives | None = None,
+) -> PlacedStep:  # fmt: skip
+    """The step of a program under a placement; `compiled` as of `plan_of`."""
+    plan = plan_of(program, Network(placement), compiler, compiled)
+    return PlacedStep(placement, plan, scheduled(plan, placement.slice.chip, physics, compiler))
+
+
+def fastest_step(
+    slice_: Slice, program: Program, compiler: Compiler, physics: Physics,
+    compiled: CompiledCollectives | None = None, across: Sequence[tuple[str, int]] = (),
+) -> PlacedStep:  # fmt: skip
+    """The step of a program under the fastest placement found; `across` as of `priced_placements`."""
+    priced = priced_placements(slice_, program, compiler.whole_torus_axes, across)
+    number = priced.cheapest
+    best = placed_step(priced.placements[number], program, compiler, physics, compiled)
+    others = priced.cheaper_for_some(number)
+    exposed_seconds = _exposed_seconds(best.schedule, slice_.chip) if others else {}
+    while others:
+        changes = {n: priced.least_change(exposed_seconds, number, n) for n in others}
+        other = min(others, key=lambda n: changes[n])
+        if changes[other] >= 0:
+            break
+        others.remove(other)
+        step = placed_step(priced.placements[other], program, compiler, physics, compiled)
+        if step.schedule.seconds < best.schedule.seconds:
+            best, number = step, other
+            exposed_seconds = _exposed_seconds(best.schedule, slice_.chip)
+    return best
+
+
+def _exposed_seconds(schedule: StepSchedule, chip: Chip) -> dict[KindOverAxes, float]:
+    """Seconds for which the core waits for collectives, by their kind and mesh axes."""
+    totals: dict[KindOverAxes, float] = {}
+    for event, _, seconds in divided(schedule, chip):
+        if event is not None and event.move is not None:
+            key = event.move.kind, event.move.axes
+            totals[key] = totals.get(key, 0.0) + seconds
+    return totals
