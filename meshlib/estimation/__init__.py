@@ -23,9 +23,9 @@ from meshlib.estimation.result import Estimate, RooflinePoint
 from meshlib.estimation.time.balance import balance
 from meshlib.estimation.time.host_input import HostInput, input_time
 from meshlib.estimation.time.physics import CALIBRATED, Physics
-from meshlib.estimation.time.placing import fastest_step, placed_step
+from meshlib.estimation.time.placing import fastest_step
 from meshlib.estimation.views.rows import Row
-from meshlib.estimation.work.communication import CompiledCollectives
+from meshlib.estimation.work.communication import CompiledCollectives, PricedPlacements, priced_placements
 from meshlib.estimation.work.expert_load import ExpertLoad, ExpertReport, grouped_products, under_load
 from meshlib.program.records import Program, require_program
 
@@ -93,9 +93,10 @@ def estimate(
     try:
         moves = None if compiled is None else _compiled_moves(program, compiled)
         if isinstance(placement, Placement):
-            step = placed_step(placement, program, compiler, physics, moves)
+            among = PricedPlacements((), (placement,), ((),))
         else:
-            step = fastest_step(slice_, program, compiler, physics, moves, across)
+            among = priced_placements(slice_, program, compiler.whole_torus_axes, across)
+        step = fastest_step(among, program, compiler, physics, moves)
     except HardwareError as fault:  # a chip without links between chips, without a bfloat16 rate, ...
         raise SliceError(f"estimate: program on mesh {program.mesh} cannot run on {slice_.name}: {fault}") from None
     fed = None if input is None else input_time(program, slice_, input)

@@ -8,18 +8,16 @@ prediction first, and predictions start anew from each that is faster.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from hardware.chips import Chip
 from hardware.placement import Placement
-from hardware.slices import Slice
 from meshlib.core.compiler import Compiler
 from meshlib.estimation.time.attribution import divided
 from meshlib.estimation.time.physics import Physics
 from meshlib.estimation.time.scheduling import StepSchedule, scheduled
-from meshlib.estimation.work.communication import CompiledCollectives, KindOverAxes, Network, priced_placements
-from meshlib.estimation.work.plan import plan_of
+from meshlib.estimation.work.communication import CompiledCollectives, KindOverAxes, Network, PricedPlacements
+from meshlib.estimation.work.plan import plan_of, repriced
 from meshlib.estimation.work.units import UnitPlan
 from meshlib.program.records import Program
 
@@ -32,35 +30,30 @@ class PlacedStep(NamedTuple):
     schedule: StepSchedule
 
 
-def placed_step(
-    placement: Placement, program: Program, compiler: Compiler, physics: Physics,
+def fastest_step(
+    among: PricedPlacements, program: Program, compiler: Compiler, physics: Physics,
     compiled: CompiledCollectives | None = None,
 ) -> PlacedStep:  # fmt: skip
-    """The step of a program under a placement; `compiled` as of `plan_of`."""
+    """The step of a program under the fastest of these placements, as far as predicted; others as of `plan_of`."""
+    number = among.cheapest
+    placement = among.placements[number]
+    chip = placement.slice.chip
     plan = plan_of(program, Network(placement), compiler, compiled)
-    return PlacedStep(placement, plan, scheduled(plan, placement.slice.chip, physics, compiler))
-
-
-def fastest_step(
-    slice_: Slice, program: Program, compiler: Compiler, physics: Physics,
-    compiled: CompiledCollectives | None = None, across: Sequence[tuple[str, int]] = (),
-) -> PlacedStep:  # fmt: skip
-    """The step of a program under the fastest placement found; `across` as of `priced_placements`."""
-    priced = priced_placements(slice_, program, compiler.whole_torus_axes, across)
-    number = priced.cheapest
-    best = placed_step(priced.placements[number], program, compiler, physics, compiled)
-    others = priced.cheaper_for_some(number)
-    exposed_seconds = _exposed_seconds(best.schedule, slice_.chip) if others else {}
+    best = PlacedStep(placement, plan, scheduled(plan, chip, physics, compiler))
+    others = among.cheaper_for_some(number)
+    exposed_seconds = _exposed_seconds(best.schedule, chip) if others else {}
     while others:
-        changes = {n: priced.least_change(exposed_seconds, number, n) for n in others}
+        changes = {n: among.least_change(exposed_seconds, number, n) for n in others}
         other = min(others, key=lambda n: changes[n])
         if changes[other] >= 0:
             break
         others.remove(other)
-        step = placed_step(priced.placements[other], program, compiler, physics, compiled)
-        if step.schedule.seconds < best.schedule.seconds:
-            best, number = step, other
-            exposed_seconds = _exposed_seconds(best.schedule, slice_.chip)
+        placement = among.placements[other]
+        plan = repriced(best.plan, Network(placement))
+        schedule = scheduled(plan, chip, physics, compiler)
+        if schedule.seconds < best.schedule.seconds:
+            best, number = PlacedStep(placement, plan, schedule), other
+            exposed_seconds = _exposed_seconds(schedule, chip)
     return best
 
 

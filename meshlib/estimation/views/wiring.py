@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hardware.slices import Slice, shape_name
 from meshlib.core.text import seconds_text
 from meshlib.estimation.time.placing import fastest_step
+from meshlib.estimation.work.communication import priced_placements
 
 if TYPE_CHECKING:
     from meshlib.estimation.result import Estimate
@@ -36,7 +37,8 @@ def other_wiring(est: Estimate) -> Estimate | None:
     times = f"{here.slices}*" if here.slices > 1 else ""
     shape = shape_name(here.single).removesuffix("_twisted") + "_twisted" * (not here.twisted)
     slice_ = Slice(f"{times}{here.chip.name}-{shape}", here.chip)
-    step = fastest_step(slice_, est.program, est.compiler, est.physics)
+    among = priced_placements(slice_, est.program, est.compiler.whole_torus_axes)
+    step = fastest_step(among, est.program, est.compiler, est.physics)
     return replace(est, slice=slice_, placement=step.placement, plan=step.plan, schedule=step.schedule)
 
 

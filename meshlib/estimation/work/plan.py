@@ -1,6 +1,6 @@
 """A program as schedule units in order, with kernels, collectives and dependencies.
 
-Making a plan walks the program once; scheduling a plan again, with other constants, takes a fraction of that.
+Making a plan walks the program once; scheduling a plan again, with other constants or prices, takes a fraction of that.
 """
 
 from __future__ import annotations
@@ -65,11 +65,29 @@ def _planned(
     planner = _UnitPlanner(program, whole, recent, in_place, region, Stored(program, loop))
     units = [planner.unit(n, members) for n, members in enumerate(kernels_of(program))]
     recent.close(units)
-    units = combined(units, whole.network)
+    return _combined_plan(units, whole.network)
+
+
+def repriced(plan: UnitPlan, network: Network) -> UnitPlan:
+    """The plan with its collectives priced, and combined, on another network."""
+    units = [
+        replace(
+            u,
+            moves=tuple((move, network.cost(move)) for move, _ in u.moves),
+            body=None if u.body is None else repriced(u.body, network),
+            chained=False, leads_on=False, closes=frozenset(),
+        )
+        for u in plan.uncombined
+    ]  # fmt: skip
+    return _combined_plan(units, network)
+
+
+def _combined_plan(uncombined: Sequence[Unit], network: Network) -> UnitPlan:
+    units = combined(uncombined, network)
     _note_chains(units)
     _note_windows(units)
     _note_leaders(units)
-    return UnitPlan(tuple(units))
+    return UnitPlan(tuple(units), tuple(uncombined))
 
 
 def kernels_of(program: Program) -> list[list[Instruction]]:

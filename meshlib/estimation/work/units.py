@@ -68,9 +68,13 @@ class Unit:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """The units of a program or loop body, in order, without references to the program."""
+    """The units of a program or loop body, in order, without references to the program.
+
+    `uncombined`: the units before small collectives were combined.
+    """
 
     units: tuple[Unit, ...]
+    uncombined: tuple[Unit, ...]
 
     @property
     def kernels(self) -> int:
