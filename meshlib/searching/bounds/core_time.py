@@ -68,6 +68,11 @@ class NodeTimes:
         parts = [np.where(e < LONG, e * least_part, LONG).reshape(len(own), -1) for e in excesses]
         return NodeTimes(least.reshape(-1), parts)
 
+    @property
+    def usable(self) -> Sequence[Bools]:
+        """For each axis, which [candidate, option] may be chosen."""
+        return [excess < LONG for excess in self.excesses]
+
     def most(self, apart: int | None = None) -> Floats:
         """For each candidate, the most seconds that it may be counted with; `apart`: without what this axis adds."""
         added = (np.where(e < LONG, e, 0.0).max(axis=1) for axis, e in enumerate(self.excesses) if axis != apart)
@@ -140,7 +145,7 @@ class CoreTime:
                 edges = [edge for edge in edges if edge.home is None]
             beside = [edge for edge in edges if edge.beside]
             for edge in beside:
-                yield from self._owed(flow, edge, len(beside), exempt)
+                yield from self._owed(flow, edge, len(beside), times, exempt)
             if not beside:  # otherwise one collective may serve both
                 for axis in range(self.batch.count):
                     yield from self._others(flow, edges, axis, times)
@@ -159,19 +164,19 @@ class CoreTime:
             least.append(table.least())
         return np.array(least)
 
-    def _owed(self, flow: Flow, edge: Edge, count: int, exempt: _Exempt) -> Iterator[Sent]:
+    def _owed(
+        self, flow: Flow, edge: Edge, count: int, times: Mapping[int, NodeTimes], exempt: _Exempt
+    ) -> Iterator[Sent]:
         """The core's time for the collectives on an edge, one of `count` edges that they may serve."""
         batch = self.batch
         node = edge.target if edge.home is None else edge.source
         if node == exempt.left_out and edge.home is None:
             return
         needs = batch.needs(flow, edge)  # for each axis and option, whether it takes part in the collective
-        whole, less = batch.shared_out(flow, edge, needs)
-        exposed = batch.physics.early_exposed / count
-        exempt.add(edge, exposed * np.sum(whole, axis=0))
-        for axis, (most, lost, need) in enumerate(zip(whole, less, needs, strict=True)):
-            if need.any():
-                yield Sent(axis, (node,), exposed * np.where(need, most[:, None], (most - lost)[:, None]))
+        owed = batch.physics.early_exposed / count * batch.shared_out(flow, edge, needs, times[node].usable)
+        exempt.add(edge, owed.sum(axis=0))
+        for axis, (own, need) in enumerate(zip(owed, needs, strict=True)):
+            yield Sent(axis, (node,), np.where(need, own[:, None], 0.0))
 
     def _others(self, flow: Flow, edges: Sequence[Edge], axis: int, times: Mapping[int, NodeTimes]) -> Iterator[Sent]:
         """Seconds for the collectives over an axis from one source, which may serve all its edges."""
@@ -184,7 +189,7 @@ class CoreTime:
         shape = [len(batch.candidates), *(batch.options(flow, n) for n in scope)]
         either, cut, awaited = (np.zeros(shape) for _ in range(3))
         whole = np.ones(shape, bool)
-        usable = {n: [excess < LONG for excess in time.excesses] for n, time in times.items()}
+        usable = {n: time.usable for n, time in times.items()}
         joining = [np.any([batch.sends(flow, edge, m) for edge in edges], axis=0) for m in range(batch.count)]
         for edge in edges:
             if edge.target not in targets:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import permutations, product
 from math import prod
 from typing import Any, TypeAlias
 
@@ -348,31 +348,32 @@ class Batch:
             devices[:, SUMS] *= np.where(sums, size, 1.0)[:, None]
         return devices
 
-    def shared_out(self, flow: Flow, edge: Edge, needs: Sequence[Bools]) -> tuple[list[Floats], list[Floats]]:
-        """Seconds on the wire of the collective on an edge between a variable and a product, shared out among axes.
+    def shared_out(self, flow: Flow, edge: Edge, needs: Sequence[Bools], usable: Sequence[Bools]) -> Floats:
+        """Seconds on the wire of the collective on an edge between a variable and a product, for [axis, candidate].
 
-        It runs over the axes whose options `needs` it. Returns: for each axis, its share if it takes part; and by how
-        much less that is if it does not. Over any set of axes the sum is no more than the collective's time.
+        It runs over the axes whose options `needs` it, and over any set of them the sum is no more than its time: each
+        axis has what it adds to those before it, in the order that gives most to axes that need it under every usable
+        option.
         """
         seconds = self._wire_of_sets(edge, needs)
-        subsets = [*self._subsets()]
-        takes = np.array([need.any(axis=1) for need in needs])  # [axis, candidate]
+        takes = [need.any(axis=1) for need in needs]
         bits = sum(take.astype(int) << axis for axis, take in enumerate(takes))
-        at = np.arange(len(self.candidates))
-        whole = seconds[bits, at]
-        less = np.array([np.where(take, whole - seconds[bits & ~(1 << a), at], 0.0) for a, take in enumerate(takes)])
-        factor = np.ones(len(at))
-        for number in range(len(subsets)):
-            inside = (number & ~bits) == 0
-            lost = sum(np.where(number >> a & 1, 0.0, z) for a, z in enumerate(less))
-            short = whole - seconds[number]
-            needed = np.divide(short, lost, out=np.full(len(at), np.inf), where=lost > 0)
-            factor = np.where(inside & (short > 1e-12), np.maximum(factor, needed), factor)
-        lossless = ~np.isfinite(factor)
-        less = np.where(lossless, 0.0, less * np.where(lossless, 1.0, factor))
-        total = less.sum(axis=0)
-        part = np.divide(np.where(lossless, 0.0, whole), total, out=np.zeros(len(at)), where=total > 0)
-        return list(less * part), list(less)
+        of_sets = [seconds[bits & number, np.arange(len(self.candidates))] for number in range(len(seconds))]
+        certain = np.array([(need | ~able).all(axis=1) for need, able in zip(needs, usable, strict=True)])
+        best: Floats = np.zeros(certain.shape)
+        for order in permutations(range(self.count)):
+            own, before = np.zeros(certain.shape), 0
+            for axis in order:
+                own[axis] = np.maximum(of_sets[before | 1 << axis] - of_sets[before], 0.0)
+                before |= 1 << axis
+            part = np.ones(len(self.candidates))
+            for axes, most in zip(self._subsets(), of_sets, strict=True):
+                total = own[list(axes)].sum(axis=0)
+                part = np.minimum(part, np.divide(most, total, out=np.ones_like(part), where=total > 0))
+            own = own * part
+            is_better = (own * (1 + certain)).sum(axis=0) > (best * (1 + certain)).sum(axis=0)
+            best = np.where(is_better, own, best)
+        return best
 
     def _wire_of_sets(self, edge: Edge, needs: Sequence[Bools]) -> Floats:
         """Lower bounds on the seconds on the wire of a collective over each set of axes, for [set, candidate].
