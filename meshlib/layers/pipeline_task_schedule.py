@@ -176,15 +176,6 @@ class TaskSchedule:
         rows = self.runs(forward, backward, weights)
         return max(row[-1].end - row[0].start for row in rows) - work
 
-    def closed_bubble_seconds(self, forward: float, backward: float, weights: float = 0.0) -> float:
-        """`bubble_seconds` in closed form, for enough microbatches, and for zero bubble schedules equal tasks.
-
-        For p stages whose tasks take F, B and W: (p-1) (F + B + W) for GPipe and 1F1B, interleaved or not;
-        (p-1) (F + B - W) for ZB-H1; (p-1) (F + B - 2 W) for ZB-H2.
-        """
-        weights_of = {"zb-h1": -weights, "zb-h2": -2 * weights}.get(self.kind, weights)
-        return (self.stages - 1) * (forward + backward + weights_of)
-
     @property
     def bubble(self) -> float:
         """Idle time relative to work, if a backward takes twice a forward, half of it for the weights."""

@@ -195,9 +195,9 @@ class Found(Shown):
         Returns: a Sensitivity; print it.
         Raises: GraphError where nothing fits, for a number of leaders below 1, or a change without values.
         """
-        fitting = [o for o in self.ranking if o.fits][: whole(leaders, "sensitivity", "leaders")]
-        if not fitting or leaders < 1:
-            raise GraphError("sensitivity: there is no candidate that fits; leaders must be at least 1")
+        fitting = [o for o in self.ranking if o.fits][: whole(leaders, "sensitivity", "leaders", low=1)]
+        if not fitting:
+            raise GraphError("sensitivity: no candidate of the search fits, so there is none to try under changes")
         given = {name: items(values, "sensitivity", name) for name, values in changes.items()}
         if not given or not all(given.values()):
             raise GraphError("sensitivity: say what changes, such as links=[0.5, 2] or batch=[64, 256]")

@@ -22,14 +22,14 @@ def with_experts(model: dict[str, Any]) -> None:
     """
     missing = [name for name in ("experts", "top_k", "moe_ff") if not model.get(name)]
     if missing:
-        raise NotExpressed(f"its experts' {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not stated")
+        raise NotExpressed(f"not stated of its experts: {', '.join(missing)}")
     model.setdefault("d_ff", model.get("dense_ff") or model["moe_ff"])
     model.setdefault("mlp_matrices", 3)
     model.setdefault("tied_embedding", False)
     if model.get("kv_lora"):
         absent = [name for name in _RANKS if not model.get(name)]
         if absent:
-            raise NotExpressed(f"its latent attention's {', '.join(absent)} not stated")
+            raise NotExpressed(f"not stated of its latent attention: {', '.join(absent)}")
         model.setdefault("head_dim", model["qk_nope"] + model["qk_rope"])
 
 

@@ -239,7 +239,7 @@ def dimensions(row: Row) -> tuple[dict[str, Any], tuple[str, ...]]:
     if len(missing) == len(_DIMS):
         raise NotExpressed("it states no dimensions of a model")
     if missing:
-        raise NotExpressed(f"its model's {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not stated")
+        raise NotExpressed(f"not stated of its model: {', '.join(missing)}")
     wrong = [k for k in _DIMS if not float(model[k]).is_integer() or model[k] < 1]
     if wrong:
         raise NotExpressed(f"its model's {wrong[0]} must be a whole number of at least 1, not {model[wrong[0]]}")

@@ -273,6 +273,11 @@ SCHEDULED = {  # rates are float32, so these agree to float32's rounding only
 }
 
 
+def test_every_optimizer_has_a_rule_in_numpy() -> None:
+    tried = {type(make()).__name__ for make, _, _ in {**RULES, **SCHEDULED}.values()}
+    assert {n for n in public_names(mtf.optimize) if n.endswith("Optimizer")} - {"Optimizer"} == tried
+
+
 @cache
 def session(name: str) -> mtf.Session:
     """A step of an optimizer, to lower under many layouts."""

@@ -82,7 +82,10 @@ def test_predicted_within_a_tenth_in_the_median(names: tuple[str, ...]) -> None:
 
 def test_what_is_not_stated_is_said() -> None:
     row = BY_NAME["iw-dsv3-128-bf16"]
-    for absent, words in (("top_k", "its experts' top_k is not stated"), ("v_head", "its latent attention's v_head")):
+    for absent, words in (
+        ("top_k", "not stated of its experts: top_k"),
+        ("v_head", "not stated of its latent attention: v_head"),
+    ):
         model = {key: value for key, value in row["model"].items() if key != absent}
         with pytest.raises(NotExpressed, match=words):
             run_of({**row, "model": model})

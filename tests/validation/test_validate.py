@@ -119,7 +119,7 @@ def test_other_collectives_are_programs_too(op, model):
     [
         ({"id": "a"}, "states no dimensions of a model"),
         ({"id": "a", "model": {"op": "sort"}}, "the operation 'sort'"),
-        ({"id": "a", "model": {"arch": "MoE"}}, "its experts' experts, top_k, moe_ff are not stated"),
+        ({"id": "a", "model": {"arch": "MoE"}}, "not stated of its experts: experts, top_k, moe_ff"),
         ({"id": "a", "model": {"arch": "CNN"}}, "the library has no model such as"),
         ({"id": "a", "kind": "inference", "model": {}}, "how many sequences"),
         ({**DECODE, "batch": {"sequences": 8, "phase": "decode"}}, "how many tokens are decoded"),
