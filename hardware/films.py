@@ -21,6 +21,7 @@ from typing import Any
 
 from hardware.checks import HardwareError, amount, whole
 from hardware.detours import link_between
+from hardware.drawing import axes_of, figure_of, write_animation
 from hardware.events import Links, Traffic
 from hardware.ring_plans import CollectivePlan
 from hardware.torus import Torus
@@ -211,7 +212,7 @@ def spots(torus: Torus) -> list[tuple[float, float]]:
 def plot_frame(frame: FilmFrame, ax: Any) -> Any:
     """`FilmFrame.plot`."""
     torus = frame.torus
-    axes = _axes(ax, frame)
+    axes = axes_of("FilmFrame.plot", ax, _size(frame))
     from matplotlib import colormaps
     from matplotlib.collections import LineCollection
 
@@ -287,36 +288,27 @@ def save_film(frames: Sequence[FilmFrame], path: Path, frames_per_second: float)
     figure, place = _figure(frames, 1 if kind == ".gif" else min(SHEET, len(frames)))
     try:
         if kind == ".gif":
-            from matplotlib import animation
 
-            def draw(number: int) -> list[Any]:
+            def draw(number: int) -> None:
                 place[0].clear()
                 plot_frame(frames[number], place[0])
-                return []
 
-            movie = animation.FuncAnimation(figure, draw, frames=len(frames))
-            movie.save(path, writer=animation.PillowWriter(fps=frames_per_second))
+            write_animation(figure, draw, len(frames), path, frames_per_second)
         else:
             for n, axes in enumerate(place):  # the first, the last, and some between
                 plot_frame(frames[round(n * (len(frames) - 1) / max(1, len(place) - 1))], axes)
             figure.savefig(path, dpi=120)
     except OSError as fault:
-        raise HardwareError(f"cannot write {path}: {fault.strerror or fault}") from None
+        raise HardwareError(f"Film.save: {path} can't be written: {fault.strerror or fault}") from None
     return path
 
 
 def _figure(frames: Sequence[FilmFrame], count: int) -> tuple[Any, list[Any]]:
     """A figure without a window, and `count` Axes side by side."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise HardwareError("a film is drawn with matplotlib: pip install 'meshlib-tpu[plot]'") from None
     width, height = _size(frames[0])
     columns = min(count, max(1, math.floor(math.sqrt(count * height / width) + 0.5)))  # a sheet about as wide as high
     rows = math.ceil(count / columns)
-    figure = Figure(figsize=(width * columns, height * rows + LEGEND))
-    FigureCanvasAgg(figure)
+    figure = figure_of("Film.save", (width * columns, height * rows + LEGEND))
     total = height * rows + LEGEND
     bottom, high = LEGEND / total, height / total
     place = [
@@ -338,15 +330,3 @@ def _size(frame: FilmFrame) -> tuple[float, float]:
     """Inches of a frame with its title."""
     places = spots(frame.torus)
     return max(LEAST, HOP * (max(x for x, _ in places) + 1.2)), HOP * (max(y for _, y in places) + 1.2) + TITLE
-
-
-def _axes(ax: Any, frame: FilmFrame) -> Any:
-    if ax is None:
-        try:
-            from matplotlib import pyplot
-        except ImportError:
-            raise HardwareError("FilmFrame.plot needs matplotlib: pip install 'meshlib-tpu[plot]'") from None
-        return pyplot.figure(figsize=_size(frame)).add_subplot()
-    if not callable(getattr(ax, "add_collection", None)):
-        raise HardwareError(f"FilmFrame.plot: ax must be matplotlib Axes, got {type(ax).__name__} {ax!r:.80}")
-    return ax

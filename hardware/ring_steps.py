@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from hardware.checks import HardwareError, amount, one_of, whole
 from hardware.collective_kinds import COLLECTIVE_KINDS, Phase
+from hardware.drawing import axes_of, figure_of, write_animation
 from hardware.systolic import COLOURS
 
 Array = NDArray[Any]
@@ -284,7 +285,7 @@ def plot_step(run: RingRun, number: int, ax: Any) -> Any:
         raise HardwareError(f"step {number} is not one of the {len(run.steps)} steps of this run, from 0")
 
     step, n = run.steps[number], len(run.results)
-    axes = _axes(ax, n)
+    axes = axes_of("RingRun.plot", ax, (2.4 + n, 1.2 + n))
     axes.clear()
     title = f"{run.kind}: " + (f"step {number} of {len(run.steps) - 1}, {step.phase}" if number else "start")
     axes.set(xlim=(-1.2, n + 0.1), ylim=(n, -0.3), aspect="equal", title=title)
@@ -315,27 +316,9 @@ def save_gif(run: RingRun, path: Path, seconds: float) -> None:
     if path.suffix.lower() != ".gif":
         raise HardwareError(f"RingRun.save writes a .gif, not {path.name!r}")
     amount("seconds", seconds, positive=True)
-    axes = _axes(None, len(run.results))
+    n = len(run.results)
+    axes = figure_of("RingRun.save", (2.4 + n, 1.2 + n)).add_subplot()
     try:
-        from matplotlib import animation
-
-        writer = animation.PillowWriter(fps=1 / seconds)
-    except ImportError:
-        raise HardwareError("RingRun.save needs Pillow: pip install Pillow") from None
-    movie = animation.FuncAnimation(axes.figure, lambda n: [plot_step(run, n, axes)], frames=len(run.steps))
-    try:
-        movie.save(path, writer=writer)
+        write_animation(axes.figure, lambda step: plot_step(run, step, axes), len(run.steps), path, 1 / seconds)
     except OSError as fault:
         raise HardwareError(f"RingRun.save: {path} can't be written: {fault.strerror or fault}") from None
-
-
-def _axes(ax: Any, n: int) -> Any:
-    if ax is None:
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise HardwareError("RingRun.plot needs matplotlib: pip install 'meshlib-tpu[plot]'") from None
-        return Figure(figsize=(2.4 + n, 1.2 + n)).add_subplot()
-    if not callable(getattr(ax, "add_patch", None)):
-        raise HardwareError(f"RingRun.plot: ax must be matplotlib Axes, got {type(ax).__name__} {ax!r:.80}")
-    return ax

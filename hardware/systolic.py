@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hardware.checks import HardwareError, whole
+from hardware.drawing import axes_of, figure_of, write_animation
 from hardware.mxu import MXU, Mode, check_mode
 from hardware.registers import Registers
 
@@ -69,7 +70,7 @@ def state_text(state: State, shadow: bool) -> str:
 def plot_state(state: State, ax: Any, shadow: bool) -> Any:
     """`State.plot`."""
     rows, columns = state.weight.shape
-    axes = _axes(ax, rows, columns)
+    axes = axes_of("State.plot", ax, (2 + columns, 2 + rows))
     axes.set(xlim=(-1.3, columns), ylim=(rows + 0.5, -0.3), aspect="equal", title=f"cycle {state.cycle}")
     axes.axis("off")
     from matplotlib.patches import Rectangle
@@ -102,47 +103,25 @@ def save_run(run: Run, path: Path, shadow: bool) -> tuple[Path, ...]:
     rows, columns = run.registers.rows, run.registers.columns
     if max(rows, columns) > SAVED:
         raise HardwareError(f"a frame shows at most {SAVED} rows and columns, not {rows}x{columns}")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise HardwareError("saving a run needs matplotlib; pip install 'meshlib-tpu[plot]'") from None
-    figure = Figure(figsize=(1.6 * columns + 2.4, 1.3 * rows + 1.8))
-    FigureCanvasAgg(figure)
+    figure = figure_of("Run.save", (1.6 * columns + 2.4, 1.3 * rows + 1.8))
     axes = figure.add_subplot()
 
-    def draw(cycle: int) -> list[Any]:
+    def draw(cycle: int) -> None:
         axes.clear()
         plot_state(run.state(cycle), axes, shadow)
-        return []
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if kind == ".gif":
-            from matplotlib import animation
-
-            movie = animation.FuncAnimation(figure, draw, frames=run.cycles)
-            movie.save(path, writer=animation.PillowWriter(fps=1))
+            write_animation(figure, draw, run.cycles, path, per_second=1)
             return (path,)
         written = tuple(path.with_name(f"{path.stem}-{cycle:03d}{path.suffix}") for cycle in range(run.cycles))
         for cycle, file in enumerate(written):
             draw(cycle)
             figure.savefig(file, dpi=100)
     except OSError as fault:
-        raise HardwareError(f"cannot write {path}: {fault.strerror or fault}") from None
+        raise HardwareError(f"Run.save: {path} can't be written: {fault.strerror or fault}") from None
     return written
-
-
-def _axes(ax: Any, rows: int, columns: int) -> Any:
-    if ax is None:
-        try:
-            from matplotlib import pyplot
-        except ImportError:
-            raise HardwareError("State.plot needs matplotlib: pip install 'meshlib-tpu[plot]'") from None
-        return pyplot.figure(figsize=(2 + columns, 2 + rows)).add_subplot()
-    if not callable(getattr(ax, "add_patch", None)):
-        raise HardwareError(f"State.plot: ax must be matplotlib Axes, got {type(ax).__name__} {ax!r:.80}")
-    return ax
 
 
 Ints = NDArray[np.int64]

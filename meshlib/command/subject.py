@@ -429,21 +429,17 @@ def completed_layouts(subject: Subject, mesh: str) -> list[tuple[str, str]]:
     """
     _mesh("--mesh", mesh)
     names = LAYOUTS_OF_IMAGES if subject.image is not None else LAYOUTS_OF_MODELS if subject.config is not None else ()
-    legal, faults = [], []
+    used, faults = {}, []
     for name in names:
         try:
-            subject.rules(name, mesh)
+            used[name] = {axis for rule in subject.rules(name, mesh).rules for axis in rule.axes}
         except LayoutError as fault:
             faults.append(str(fault).splitlines()[0])
-            continue
-        legal.append((name, mesh))
-    if not legal:
+    if not used:
         what = "; ".join(faults[:2]) or f"{subject.name} is not a model of the library"
         raise GraphError(f"--mesh {mesh} without --layout: {what}; give --layout RULES")
-    used = {
-        name: set(Mesh(mesh).axes) <= {a for r in subject.rules(name, mesh).rules for a in r.axes} for name, _ in legal
-    }
-    return [pair for pair in legal if used[pair[0]]] or legal
+    complete = [name for name, axes in used.items() if axes.issuperset(Mesh(mesh).axes)]
+    return [(name, mesh) for name in complete or used]
 
 
 def named_layouts(texts: Sequence[str], mesh: str | None, subject: Subject | None = None) -> list[tuple[str, str]]:
