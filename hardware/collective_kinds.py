@@ -104,7 +104,7 @@ def group_results(
       parts: the operand of each node, equal shapes.
       cut: dim along which operands are cut into blocks; None: they are flattened before.
       join: makes one array of blocks.
-      op, carry: as of `hardware.numerics.ring_reduce`.
+      op, carry: as of `hardware.numerics.ring_reduce_scatter`.
     Raises: HardwareError for another kind, and as `ring_reduce_scatter`.
     Example:
       >>> parts = [np.int32([1, 2]), np.int32([10, 20])]

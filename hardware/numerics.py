@@ -268,49 +268,31 @@ def _add_in_order(terms: Array, out: Array) -> None:
         np.add.reduce(terms, axis=0, out=out)
 
 
-def ring_reduce(parts: Sequence[Array], op: str = "sum", carry: Callable[[Array], Array] | None = None) -> Array:
-    """Reduce equal-shaped arrays of one replica group in the order of a ring reduce-scatter.
-
-    The flattened data is cut in k chunks (as `np.array_split` does); chunk c begins at member
-    (c + 1) % k, is combined at each next member, and ends at member c. Every member receives these
-    same bits by the all-gather that follows, so one array is the result of an all_reduce.
-
-    Args:
-      parts: k >= 1 arrays of equal shape and dtype (float32, float64, an integer or bool), in ring order.
-      op: "sum", "max" or "min". Floats are added in their own dtype, each addition rounded. Of bools there is no
-        sum; their max is "or", their min "and".
-      carry: applied to every partial result before it is sent on, as `round_to_bfloat16` where the wire
-        carries bfloat16; None sends it as it is.
-    Returns: a new array of that shape and dtype.
-    Raises: HardwareError for an empty list, unequal shapes or dtypes, another dtype, an unknown op, a sum of bools.
-    Example:
-      >>> ring_reduce([np.int32([1, 2, 3]), np.int32([10, 20, 30])]).tolist()
-      [11, 22, 33]
-
-    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69(2), 2009.
-    """
-    arrays = _check_parts(parts, op, "ring_reduce")
-    return np.concatenate(_scattered([part.reshape(-1) for part in arrays], 0, op, carry)).reshape(arrays[0].shape)
-
-
 def ring_reduce_scatter(
     parts: Sequence[Array], dim: int, op: str = "sum", carry: Callable[[Array], Array] | None = None
 ) -> list[Array]:
     """Reduce over the members of a ring; leave member c chunk c of dimension `dim`.
 
+    Chunk c begins at member (c + 1) % k, is combined at each next member, and ends at member c. All chunks together are
+    the result of an all_reduce: every member receives the same bits by the all-gather that follows.
+
     Args:
-      parts: k >= 1 arrays of equal shape and dtype, in ring order, as for `ring_reduce`.
+      parts: k >= 1 arrays of equal shape and dtype (float32, float64, an integer or bool), in ring order.
       dim: dimension that is cut in k chunks (as `np.array_split`, equal where k divides it).
-      op, carry: as for `ring_reduce`.
-    Returns: k arrays; the c-th begins its sum at member (c + 1) % k and ends at member c.
-    Raises: HardwareError as `ring_reduce`, and for a dim that the arrays do not have.
+      op: "sum", "max" or "min". Floats are added in their own dtype, each addition rounded. Of bools there is no
+        sum; their max is "or", their min "and".
+      carry: applied to every partial result before it is sent on, as `round_to_bfloat16` where the wire
+        carries bfloat16; None sends it as it is.
+    Returns: k new arrays of that dtype.
+    Raises: HardwareError for an empty list, unequal shapes or dtypes, another dtype, an unknown op, a sum of bools, a
+      dim that the arrays do not have.
     Example:
       >>> [chunk.tolist() for chunk in ring_reduce_scatter([np.int32([[1, 2]]), np.int32([[10, 20]])], dim=1)]
       [[[11]], [[22]]]
 
-    Source: as `ring_reduce`.
+    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69(2), 2009.
     """
-    arrays = _check_parts(parts, op, "ring_reduce_scatter")
+    arrays = _check_parts(parts, op)
     rank = arrays[0].ndim
     if isinstance(dim, bool) or not isinstance(dim, (int, np.integer)) or not -rank <= dim < rank:
         raise HardwareError(f"ring_reduce_scatter: dim {dim!r} is not one of the {rank} dims of {arrays[0].shape}")
@@ -339,8 +321,8 @@ def _chunks(size: int, count: int) -> list[slice]:
     return [slice(*ends) for ends in pairwise(begins)]
 
 
-def _check_parts(parts: Sequence[Array], op: str, who: str) -> list[Array]:
-    arrays = [np.asarray(part) for part in parts]
+def _check_parts(parts: Sequence[Array], op: str) -> list[Array]:
+    who, arrays = "ring_reduce_scatter", [np.asarray(part) for part in parts]
     if not arrays:
         raise HardwareError(f"{who}: parts is empty; a ring has at least one member")
     if op not in COMBINE:

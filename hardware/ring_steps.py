@@ -5,8 +5,8 @@
     all_reduce      a reduce_scatter, then an all_gather of the sums
     all_to_all      in step t node i sends node i + t what is meant for it, t links away
 
-Numbers of nodes are modulo n. Sums are added in the order of `hardware.numerics.ring_reduce`, bit for bit. One way
-round the ring; `hardware.ring_plans` has both ways, tori and time.
+Numbers of nodes are modulo n. Sums are added in the order of `hardware.numerics.ring_reduce_scatter`, bit for bit. One
+way round the ring; `hardware.ring_plans` has both ways, tori and time.
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69(2), 2009.
 """

@@ -17,9 +17,9 @@ import ml_dtypes
 import numpy as np
 
 from hardware import MXU, Links, Slice, Torus, best_placement, collective_cost
-from hardware.collectives import all_gather_seconds, all_reduce_seconds, all_to_all_seconds
-from hardware.numerics import mxu_matmul, ring_reduce, round_to_bfloat16
+from hardware.numerics import mxu_matmul, ring_reduce_scatter, round_to_bfloat16
 from hardware.ring_plans import all_reduce
+from tests.hardware.closed_forms import all_gather_seconds, all_reduce_seconds, all_to_all_seconds
 
 
 def best(call, repeat=5, number=1):
@@ -104,7 +104,8 @@ def numerics():
             each = shown(seconds, 1e9 / (m * k * n), 3)
             print(f"mxu_matmul {m}x{k}x{n} of {dtype} values: {shown(seconds, 1e3, 2)} ms, {each} ns a multiply-add")
     parts = [rng.standard_normal(1 << 18).astype(np.float32) for _ in range(8)]
-    print(f"ring_reduce, 8 x 1 MiB: {shown(best(lambda: ring_reduce(parts), 5), 1e3, 2)} ms")
+    seconds = best(lambda: ring_reduce_scatter(parts, 0), 5)
+    print(f"ring_reduce_scatter, 8 x 1 MiB: {shown(seconds, 1e3, 2)} ms")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
+
 from hardware import collectives
+from hardware.numerics import ring_reduce_scatter
 from hardware.snakes import hop_length
 from hardware.twisted import ring_lengths, total_distance
 
@@ -172,6 +175,16 @@ def _with_way_back(sizes):
     for i, row in enumerate(rows):
         path += [(*row, j) for j in (range(1, last) if i % 2 == 0 else range(last - 1, 0, -1))]
     return path + [(*row, 0) for row in reversed(rows)]
+
+
+def ring_reduce(parts, op="sum", carry=None):
+    """The result of an all_reduce of arrays in ring order: the flattened data in k chunks, each in its own order.
+
+    >>> ring_reduce([np.int32([1, 2, 3]), np.int32([10, 20, 30])]).tolist()
+    [11, 22, 33]
+    """
+    chunks = ring_reduce_scatter([np.reshape(part, -1) for part in parts], 0, op, carry)
+    return np.concatenate(chunks).reshape(np.shape(parts[0]))
 
 
 def young_seconds(checkpoint_seconds, mean_time_between_failures):

@@ -9,7 +9,8 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from hardware import numerics
 from hardware.checks import HardwareError
-from hardware.numerics import mxu_matmul, ring_reduce, ring_reduce_scatter, round_to_bfloat16
+from hardware.numerics import mxu_matmul, ring_reduce_scatter, round_to_bfloat16
+from tests.hardware.closed_forms import ring_reduce
 
 SPECIAL_BITS = [
     0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001,
@@ -250,14 +251,14 @@ def test_ring_reduce_scatter_equals_ring_reduce_of_blocks(k, dim, length, seed):
 
 def test_ring_refuses():
     with pytest.raises(HardwareError, match="empty"):
-        ring_reduce([])
+        ring_reduce_scatter([], 0)
     with pytest.raises(HardwareError, match=r"\(2,\) float64; \(3,\) float64"):
-        ring_reduce([np.ones(3), np.ones(2)])
+        ring_reduce_scatter([np.ones(3), np.ones(2)], 0)
     with pytest.raises(HardwareError, match="'mean'; use one of sum, max, min"):
-        ring_reduce([np.ones(3)], "mean")
+        ring_reduce_scatter([np.ones(3)], 0, "mean")
     with pytest.raises(HardwareError, match="dtype bfloat16"):
-        ring_reduce([np.ones(3, ml_dtypes.bfloat16)])
+        ring_reduce_scatter([np.ones(3, ml_dtypes.bfloat16)], 0)
     with pytest.raises(HardwareError, match="bools have no sum"):
-        ring_reduce([np.ones(3, bool)])
+        ring_reduce_scatter([np.ones(3, bool)], 0)
     with pytest.raises(HardwareError, match="dim 2 is not one of the 2 dims"):
         ring_reduce_scatter([np.ones((2, 2))], 2)

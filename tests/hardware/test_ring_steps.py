@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from hardware import HardwareError, Links, Torus, ring_plans
-from hardware.numerics import ring_reduce, ring_reduce_scatter
+from hardware.numerics import ring_reduce_scatter
 from hardware.ring_steps import KINDS, ring_steps
 from tests.effort import each
+from tests.hardware.closed_forms import ring_reduce
 
 NODES = (2, 3, 4, 7)
 
