@@ -102,8 +102,8 @@ def test_llama_2_7b_saves_its_slots_and_waits_for_them() -> None:
     saved = here.memory.exact_peak_bytes - there.memory.exact_peak_bytes
     assert there.memory.host_bytes / 2**30 == pytest.approx(3.14, abs=0.01)
     assert saved == pytest.approx(there.memory.host_bytes, rel=0.01)
-    assert here.step_seconds == pytest.approx(3.39, abs=0.02)
-    assert there.step_seconds == pytest.approx(3.73, abs=0.02)
+    assert here.step_seconds == pytest.approx(3.36, abs=0.02)
+    assert there.step_seconds == pytest.approx(3.70, abs=0.02)
 
 
 def _step(config: mtf.models.TransformerConfig, on_host: bool) -> Any:
