@@ -295,3 +295,25 @@ def test_public_names_are_listed_once_and_there(package):
     names = public_names(package)
     assert len(names) > 8
     assert all(hasattr(package, name) for name in names)
+
+
+def exists(module: str, name: str) -> bool:
+    """True if a module has a name, or a module of that name."""
+    try:
+        return hasattr(importlib.import_module(module), name) or bool(importlib.import_module(f"{module}.{name}"))
+    except ModuleNotFoundError:
+        return False
+
+
+def missing_imports(source: str) -> list[str]:
+    """The names that a script imports from this library, and that do not exist."""
+    nodes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom) and n.module]
+    own = [(n.module, a.name) for n in nodes if n.module.partition(".")[0] in OWN for a in n.names]
+    return [f"{module}.{name}" for module, name in own if not exists(module, name)]
+
+
+def test_scripts_import_what_exists():
+    pytest.importorskip("jax")
+    scripts = [*(ROOT / "tests" / "benchmarks").glob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    assert {file.name: names for file in scripts if (names := missing_imports(file.read_text()))} == {}
+    assert missing_imports("from hardware.collectives import exchange_paths, snakes") == ["hardware.collectives.snakes"]
