@@ -75,8 +75,7 @@ def compared(args: argparse.Namespace) -> int:
         names = [f"{name} on {mesh}" for name, mesh in layouts[1:]]
         sentences = [difference(first, other, name) for other, name in zip(others, names, strict=True)]
         if subject.config is not None:
-            counts = f"{counted(subject.sizes['batch'], 'sequence')} of {counted(subject.sizes['length'], 'token')}"
-            each = [f"each:   {counts}, remat {first_choices(args, subject)['remat']} (--remat)"]
+            each = [f"each:   {subject.batch_text}, remat {first_choices(args, subject)['remat']} (--remat)"]
     if args.json:
         figures_of_others = [
             {"sentence": sentence, "second": figures.of_estimate(other)}

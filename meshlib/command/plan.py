@@ -64,10 +64,9 @@ def _verdict(subject: Subject, plan: PlannedLayout, est: Estimate) -> list[str]:
     if where.usd_per_hour is not None:
         lines.append(f"  price      {usd_text(where.usd_per_hour)} an hour{_price(subject, est)}")
     if subject.tokens:
-        sizes = f"{subject.sizes['batch']:,} sequences of {subject.sizes['length']:,} tokens"
-        lines.append(f"  one step   {sizes}: forward, backward, {optimizer_title(subject.step)}")
+        lines.append(f"  one step   {subject.batch_text}: forward, backward, {optimizer_title(subject.step)}")
     if subject.image is not None:
-        lines.append(f"  one step   {subject.sizes['batch']:,} images: forward, backward, momentum")
+        lines.append(f"  one step   {subject.batch_text}: forward, backward, momentum")
         lines.append(f"  model      {subject.image.parameters:,} parameters")
     if (config := subject.config) is not None:
         active = f", {config.active_parameters:,} active" if config.experts is not None else ""

@@ -24,7 +24,7 @@ from meshlib.command.step_settings import with_flag
 from meshlib.core.compiler import COMPILERS, XLA_TPU, Compiler
 from meshlib.core.errors import GraphError, MeshlibError, SliceError, nearest
 from meshlib.core.graph import Graph, Operation
-from meshlib.core.text import wrapped
+from meshlib.core.text import counted, wrapped
 from meshlib.lowering import Program, Session, lower
 from meshlib.models import (
     IMAGE_LAYOUTS,
@@ -92,6 +92,13 @@ class Subject:
         if self.tokens is not None:
             return self.tokens, "tokens"
         return None if self.image is None else (self.sizes["batch"], "images")
+
+    @property
+    def batch_text(self) -> str:
+        """The examples of a step of a model in words."""
+        if self.image is not None:
+            return counted(self.sizes["batch"], "image")
+        return f"{counted(self.sizes['batch'], 'sequence')} of {counted(self.sizes['length'], 'token')}"
 
     def slice(self, where: Slice) -> Slice:
         """The slice, with the subject's kernels."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,14 @@ def test_plan_says_the_verdict_first_in_80_columns(capsys: pytest.CaptureFixture
     assert max(map(len, out.splitlines())) <= 80
     assert "tokens/s*" in out
     assert "* modelled; all others exact" in out
+
+
+@pytest.mark.parametrize("model", [["gpt2", *SMALL, "--length", "128"], ["resnet-18"]])
+def test_one_example_on_one_chip_is_in_the_singular(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run("plan", *model, "--slice", "v5e-1", "--batch", "1", "--layout", "data@data:1", capsys=capsys)
+    shown = ["on each of 1 device\n", "1 image: " if model == ["resnet-18"] else "1 sequence of 128 tokens: "]
+    assert [text for text in shown if text not in out] == []
+    assert re.findall(r"\b1 (?:chips|devices|images|sequences|values|rows)\b", out) == []
 
 
 def test_plan_that_does_not_fit_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,7 @@ def test_a_loss_is_planned_as_a_step_of_its_training(file: str, capsys: pytest.C
         (["plain"], "plain() missing 2 required positional arguments"),
         (["plain", "--names", "x=b"], "--names is for JAX functions whose arguments are given"),
         (["loss", "--names", "x"], "--names must be PATH=NAMES, such as"),
-        (["loss", "--names", "x=a"], "'x' has 1 names, 'a', but x has 2 axes, [8, 16]"),
+        (["loss", "--names", "x=a"], "'x' has 1 name, 'a', but x has 2 axes, [8, 16]"),
         (
             ["plain", "--arg", "x=f32[2,4]", "--arg", "w=f32[5,4]"],
             "failed at model.py:14: TypeError: dot_general requires",

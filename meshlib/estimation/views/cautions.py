@@ -13,7 +13,7 @@ from math import prod
 from layouts.step_kinds import STEP_KINDS
 from meshlib.core.graph import Tensor
 from meshlib.core.slices import assumed_figures
-from meshlib.core.text import bytes_text
+from meshlib.core.text import bytes_text, counted
 from meshlib.estimation.result import Estimate
 from meshlib.lowering.assigned import is_weight
 from meshlib.program.instructions import Move
@@ -80,14 +80,14 @@ def _outside_validated(est: Estimate) -> Iterator[str]:
     most = max(VALIDATED_MFU.get(dtype, VALIDATED_MFU["bf16"]) for dtype in dtypes)
     if est.mfu > most:
         outside.append(f"MFU {est.mfu:.1%} (validated: up to {most:.1%})")
-    figures = [("chips", est.slice.chips, VALIDATED_CHIPS)]
+    figures = [("chip", "", est.slice.chips, VALIDATED_CHIPS)]
     tokens = [t.tensor.shape for t in est.program.inputs.values() if _is_text(t.tensor)]
     if tokens:
         largest = max(tokens, key=lambda shape: shape.size)
-        figures += [("tokens in a sequence", largest.sizes[-1], VALIDATED_LENGTHS)]
-        figures += [("tokens per chip", largest.size // est.slice.chips, VALIDATED_TOKENS_PER_CHIP)]
-    for what, value, (least, greatest) in figures:
+        figures += [("token in a sequence", "tokens in a sequence", largest.sizes[-1], VALIDATED_LENGTHS)]
+        figures += [("token per chip", "tokens per chip", largest.size // est.slice.chips, VALIDATED_TOKENS_PER_CHIP)]
+    for one, several, value, (least, greatest) in figures:
         if not least <= value <= greatest:
-            outside.append(f"{value:,} {what} (validated: {least:,} to {greatest:,})")
+            outside.append(f"{counted(value, one, several)} (validated: {least:,} to {greatest:,})")
     if outside:
         yield f"outside validated territory: {', '.join(outside)}"
