@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hardware.chips import Chip
 from hardware.placement import Placement
 from meshlib.core.compiler import Compiler
-from meshlib.estimation.time.attribution import divided
+from meshlib.estimation.time.attribution import exposed
 from meshlib.estimation.time.physics import Physics
 from meshlib.estimation.time.scheduling import StepSchedule, scheduled
 from meshlib.estimation.work.communication import CompiledCollectives, KindOverAxes, Network, PricedPlacements
@@ -41,7 +40,7 @@ def fastest_step(
     plan = plan_of(program, Network(placement), compiler, compiled)
     best = PlacedStep(placement, plan, scheduled(plan, chip, physics, compiler))
     others = among.cheaper_for_some(number)
-    exposed_seconds = _exposed_seconds(best.schedule, chip) if others else {}
+    exposed_seconds = _exposed_seconds(best.schedule) if others else {}
     while others:
         changes = {n: among.least_change(exposed_seconds, number, n) for n in others}
         other = min(others, key=lambda n: changes[n])
@@ -53,15 +52,18 @@ def fastest_step(
         schedule = scheduled(plan, chip, physics, compiler)
         if schedule.seconds < best.schedule.seconds:
             best, number = PlacedStep(placement, plan, schedule), other
-            exposed_seconds = _exposed_seconds(schedule, chip)
+            exposed_seconds = _exposed_seconds(schedule)
     return best
 
 
-def _exposed_seconds(schedule: StepSchedule, chip: Chip) -> dict[KindOverAxes, float]:
-    """Seconds for which the core waits for collectives, by their kind and mesh axes."""
+def _exposed_seconds(schedule: StepSchedule) -> dict[KindOverAxes, float]:
+    """Seconds for which the core waits for collectives, by their kind and mesh axes; loops included."""
     totals: dict[KindOverAxes, float] = {}
-    for event, _, seconds in divided(schedule, chip):
-        if event is not None and event.move is not None:
-            key = event.move.kind, event.move.axes
-            totals[key] = totals.get(key, 0.0) + seconds
+    loops = [(schedule, 1.0)]
+    for body, times in loops:
+        loops += [(event.loop, times * event.trips) for event in body.events if event.loop is not None]
+        for begin, end, event in exposed(body):
+            if event.move is not None:
+                key = event.move.kind, event.move.axes
+                totals[key] = totals.get(key, 0.0) + times * (end - begin)
     return totals
