@@ -400,7 +400,7 @@ def test_a_step_takes_one_and_the_bubble_of_its_work(stages: int, microbatches: 
     assert est.hfu == pytest.approx(1.0, rel=0.025)
     assert est.bubble_seconds == pytest.approx(bubble * seconds, rel=0.025)
     assert f"{est.bubble_share:.1%} of the step" in str(est)
-    assert any(f"{stages} stages, {microbatches} microbatches" in note for note in program.notes)
+    assert any(f"{stages} stages, {microbatches} microbatch" in note for note in program.notes)
 
 
 # ---------------------------------------------------------------- the schedule
