@@ -113,3 +113,15 @@ def _several(slices: Slice | str) -> Slice:
     if slice_.slices < 2:
         raise HardwareError(f"{slice_.name} is one slice; name several, such as 2*{slice_.name}")
     return slice_
+
+
+def host_bytes_per_second(slices: Slice | str) -> float:
+    """Achieved DCN bandwidth of one host: its chips' shares together.
+
+    Example:
+      >>> host_bytes_per_second("v5e-256") / 1e9  # 2 cards of 100 Gbit/s, 8 chips
+      12.5
+    """
+    slice_ = as_slice(slices)
+    chips = min(slice_.chip.chips_per_host, slice_.chips // slice_.slices)
+    return chips * slice_.chip.dcn_bytes_per_second * slice_.chip.dcn_efficiency

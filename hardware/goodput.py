@@ -56,8 +56,8 @@ def best_segment_seconds(checkpoint_seconds: float, mean_time_between_failures: 
 
     Raises: HardwareError unless both are positive and finite.
     Example:
-      >>> round(best_segment_seconds(60, 86400))  # Young's estimate, sqrt(2 d M), is 3220
-      3180
+      >>> round(best_segment_seconds(60, 86400)), round(young_seconds(60, 86400))
+      (3180, 3220)
 
     Source: module docstring; the root by bisection, a small one by its series.
     """
@@ -74,6 +74,12 @@ def best_segment_seconds(checkpoint_seconds: float, mean_time_between_failures: 
         else:
             high = middle
     return low * mean
+
+
+def young_seconds(checkpoint_seconds: float, mean_time_between_failures: float) -> float:
+    """Young's estimate of `best_segment_seconds`: sqrt(2 d M)."""
+    amount("checkpoint_seconds", checkpoint_seconds)
+    return math.sqrt(2 * checkpoint_seconds * amount("mean_time_between_failures", mean_time_between_failures))
 
 
 def waiting_share(spares: int, repair_seconds: float, mean_time_between_failures: float) -> float:

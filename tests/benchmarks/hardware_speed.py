@@ -17,9 +17,9 @@ import ml_dtypes
 import numpy as np
 
 from hardware import MXU, Links, Slice, Torus, best_placement, collective_cost
+from hardware.collectives import all_gather_seconds, all_reduce_seconds, all_to_all_seconds
 from hardware.numerics import mxu_matmul, ring_reduce_scatter, round_to_bfloat16
 from hardware.ring_plans import all_reduce
-from tests.hardware.closed_forms import all_gather_seconds, all_reduce_seconds, all_to_all_seconds
 
 
 def best(call, repeat=5, number=1):

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from hardware import collectives, point_plans, ring_plans
 from hardware.checks import HardwareError
-from hardware.collectives import ring_sent_bytes, ring_stage_seconds
+from hardware.collectives import all_gather_seconds, all_reduce_seconds, ring_sent_bytes
 from hardware.events import Links
 from hardware.torus import Torus
 from tests.effort import draws, some
-from tests.hardware import closed_forms, reference
+from tests.hardware import reference
 
 CASES = reference.load("torus_cases.json")
 SOME_CASES = reference.held("torus_some_cases.json")["cases"]
@@ -49,7 +49,7 @@ def ring_case(torus, op, size_bytes, algorithm, parts, barrier=True, axes=None):
     collective = getattr(ring_plans, op)(torus, data, **options)
     traffic = collective.run(LINKS)
     assert all(map(np.array_equal, collective.results, want))
-    seconds = getattr(closed_forms, f"{op}_seconds")(size_bytes, chosen, LINKS, algorithm, parts)
+    seconds = getattr(collectives, f"{op}_seconds")(size_bytes, chosen, LINKS, algorithm, parts)
     return traffic, seconds
 
 
@@ -69,9 +69,9 @@ def point_case(torus, case):
         traffic = collective.run(LINKS)
         want = [np.array([data[source][node] for source in range(nodes)]) for node in range(nodes)]
         if kind == "phased":
-            seconds = closed_forms.all_to_all_seconds(size, axes_of(torus), LINKS, "phased")
+            seconds = collectives.all_to_all_seconds(size, axes_of(torus), LINKS, "phased")
         else:
-            seconds = closed_forms.all_to_all_bound_seconds(size, axes_of(torus), LINKS)
+            seconds = collectives.all_to_all_bound_seconds(size, axes_of(torus), LINKS)
     elif case["op"] == "permute":
         target = permutation(torus, algo)
         data = [np.arange(8) + 10 * node for node in range(nodes)]
@@ -85,7 +85,7 @@ def point_case(torus, case):
         kind, data = "halves" if "halves" in algo else "tree", np.arange(32)
         collective = point_plans.broadcast(torus, data, 0, kind, case["chunks"], element_bytes=size / 32)
         traffic, want = collective.run(LINKS), [data] * nodes
-        seconds = closed_forms.broadcast_seconds(size, axes_of(torus), LINKS, kind, case["chunks"])
+        seconds = collectives.broadcast_seconds(size, axes_of(torus), LINKS, kind, case["chunks"])
     assert all(map(np.array_equal, collective.results, want))
     return traffic, seconds
 
@@ -171,11 +171,11 @@ def test_all_to_all_equals_its_closed_form(torus, size, algorithm):
     data = [np.arange(nodes * 2).reshape(nodes, 2) + 1000 * node for node in range(nodes)]
     exchange = point_plans.all_to_all(torus, data, algorithm=algorithm, element_bytes=size / (2 * nodes))
     traffic = exchange.run(LINKS)
-    want = closed_forms.all_to_all_seconds(size, axes_of(torus), LINKS, algorithm)
+    want = collectives.all_to_all_seconds(size, axes_of(torus), LINKS, algorithm)
     assert traffic.seconds == pytest.approx(want, rel=1e-9)
     hops = sum(math.ceil(n / 2) if wrap else n - 1 for n, wrap in axes_of(torus))
     assert traffic.total_link_bytes <= size * torus.nodes * hops
-    bound = closed_forms.all_to_all_bound_seconds(size, axes_of(torus), LINKS)
+    bound = collectives.all_to_all_bound_seconds(size, axes_of(torus), LINKS)
     assert traffic.seconds >= bound * (1 - 1e-12)
     for node, result in enumerate(exchange.results):
         assert np.array_equal(result, [data[source][node] for source in range(nodes)])
@@ -205,7 +205,7 @@ def test_broadcast_equals_its_closed_form(torus, chunks, size, data):
     payload = np.arange(2 * chunks)
     spread = point_plans.broadcast(torus, payload, root, algorithm, chunks, element_bytes=size / payload.size)
     traffic = spread.run(LINKS)
-    want = closed_forms.broadcast_seconds(size, axes_of(torus), LINKS, algorithm, chunks)
+    want = collectives.broadcast_seconds(size, axes_of(torus), LINKS, algorithm, chunks)
     assert traffic.seconds == pytest.approx(want, rel=1e-9)
     assert all(np.array_equal(result, payload) for result in spread.results)
     assert traffic.total_link_bytes == pytest.approx((torus.nodes - 1) * size)
@@ -247,7 +247,7 @@ def test_all_to_all_on_a_line_from_short_hops_to_long(n, hop_seconds):
     """Another link is the last to finish as hops grow; the closed form follows."""
     links, data = Links(45e9, hop_seconds), [np.arange(n) for _ in range(n)]
     traffic = point_plans.all_to_all(Torus((n,), False), data, element_bytes=45e3).run(links)
-    want = closed_forms.all_to_all_seconds(45e3 * n, [(n, False)], links)
+    want = collectives.all_to_all_seconds(45e3 * n, [(n, False)], links)
     assert traffic.seconds == pytest.approx(want, rel=1e-9)
     assert want == pytest.approx(
         max((k + 1) * (n - 1 - k) * 1e-6 + (n - 1 - k) * hop_seconds for k in range(n - 1)), rel=1e-9
@@ -260,8 +260,8 @@ def test_all_to_all_on_a_line_from_short_hops_to_long(n, hop_seconds):
 )
 def test_all_to_all_comes_near_its_bound(shape, wrap, most):
     axes = [(n, wrap) for n in shape]
-    rotated, phased = (closed_forms.all_to_all_seconds(2**22, axes, LINKS, way) for way in collectives.EXCHANGES)
-    assert rotated <= most * closed_forms.all_to_all_bound_seconds(2**22, axes, LINKS)
+    rotated, phased = (collectives.all_to_all_seconds(2**22, axes, LINKS, way) for way in collectives.EXCHANGES)
+    assert rotated <= most * collectives.all_to_all_bound_seconds(2**22, axes, LINKS)
     assert rotated <= phased
 
 
@@ -270,7 +270,7 @@ def test_equal_axes_formula():
     n, d, size = 4, 3, 1e8
     nodes = n**d
     want = 2 * d * (n - 1) * 1e-6 + (nodes - 1) * size / (nodes * d * 45e9)
-    assert closed_forms.all_reduce_seconds(size, [(n, True)] * d, LINKS, "halves") == pytest.approx(want, rel=1e-12)
+    assert all_reduce_seconds(size, [(n, True)] * d, LINKS, "halves") == pytest.approx(want, rel=1e-12)
 
 
 def test_two_collectives_share_links_and_disjoint_ones_do_not():
@@ -318,7 +318,7 @@ def test_padding_is_not_charged(shape):
     data = [np.ones(2 * torus.nodes, np.float32) for _ in range(torus.nodes)]
     reduce = ring_plans.all_reduce(torus, data)
     seconds = reduce.run(LINKS).seconds
-    assert seconds == pytest.approx(closed_forms.all_reduce_seconds(8 * torus.nodes, axes_of(torus), LINKS), rel=1e-9)
+    assert seconds == pytest.approx(all_reduce_seconds(8 * torus.nodes, axes_of(torus), LINKS), rel=1e-9)
     assert all((result == torus.nodes).all() for result in reduce.results)
 
 
@@ -330,15 +330,22 @@ def test_sent_bytes():
 @pytest.mark.parametrize(
     ("call", "part"),
     [
-        (lambda: ring_stage_seconds(-5, (4, True), LINKS), "bytes must be a finite number >= 0, not -5"),
-        (lambda: ring_stage_seconds(float("nan"), (4, True), LINKS), "not nan"),
-        (lambda: ring_stage_seconds(5, 4, LINKS), "an axis is (size, wrap), such as (16, True), not 4"),
-        (lambda: ring_stage_seconds(5, (4, True), None), "Links(bytes_per_second, hop_seconds), not None"),
-        (lambda: collectives.count_parts(2, 3), "one per axis (3), not 2"),
-        (lambda: ring_stage_seconds(5, (0, True), LINKS), "axis size must be an integer >= 1, not 0"),
-        (lambda: ring_stage_seconds(5, (4, True), LINKS, "foo"), "unknown ring algorithm 'foo'"),
+        (lambda: all_gather_seconds(-1, [(4, True)], LINKS), "bytes must be a finite number >= 0, not -1"),
+        (lambda: all_gather_seconds(float("nan"), [(4, True)], LINKS), "not nan"),
+        (lambda: all_gather_seconds(1, [(0, True)], LINKS), "axis size must be an integer >= 1, not 0"),
+        (lambda: all_gather_seconds(1, [4], LINKS), "an axis is (size, wrap), such as (16, True), not 4"),
+        (lambda: all_gather_seconds(1, [(4, True)], LINKS, "both"), "use one of oneway, halves, shortest"),
+        (lambda: all_gather_seconds(1, [(4, True)] * 3, LINKS, parts=2), "one per axis (3), not 2"),
+        (lambda: all_gather_seconds(1, None, LINKS), "axes are a list of (size, wrap), such as [(16, True)], not None"),
+        (lambda: all_gather_seconds(1, [(4, True)], None), "Links(bytes_per_second, hop_seconds), not None"),
+        (lambda: collectives.all_to_all_seconds(1, [(4, True)], LINKS, "routed"), "use one of rotated, phased"),
+        (lambda: collectives.ring_stage_seconds(-5, (4, True), LINKS), "bytes must be a finite number >= 0, not -5"),
+        (lambda: collectives.ring_stage_seconds(5, (0, True), LINKS), "axis size must be an integer >= 1, not 0"),
+        (lambda: collectives.ring_stage_seconds(5, (4, True), LINKS, "foo"), "unknown ring algorithm 'foo'"),
         (lambda: collectives.permute_seconds(1, -1, LINKS), "hops must be an integer >= 0"),
         (lambda: collectives.permute_seconds(1, 1, LINKS, 0), "chunks must be an integer >= 1, not 0"),
+        (lambda: collectives.broadcast_seconds(1, [(4, False)], LINKS, "halves"), "do not all wrap"),
+        (lambda: collectives.broadcast_seconds(1, [(4, False)], LINKS, "ring"), "'ring'; use one of tree, halves"),
         (lambda: ring_sent_bytes("gather", 1, 4), "unknown collective 'gather'; use one of all_gather"),
         (
             lambda: ring_plans.all_gather(Torus((3,)), [np.ones(1)] * 2),

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from hardware import HardwareError, Links, Slice, Torus, collective_cost
 from hardware.chunks import chunked_seconds
-from hardware.dcn import TwoLevels, all_reduce_over, one_ring_seconds
+from hardware.dcn import TwoLevels, all_reduce_over, host_bytes_per_second, one_ring_seconds
 from hardware.events import Message, MessagePlan, simulate
 from hardware.placement import DCN, Placement, PlacementFactor
 from tests.effort import draws
-from tests.hardware.closed_forms import host_bytes_per_second
 
 
 @settings(max_examples=draws(40, 1000), deadline=None)
@@ -82,7 +81,7 @@ def test_what_a_slice_sends_is_what_its_hosts_send():
     assert wire.dcn_seconds - 2 * slice_.chip.dcn_hop_seconds == pytest.approx(
         1e9 / whole
     )  # 2 (k-1)/k of two slices is 1
-    assert host_bytes_per_second(Slice("v5e-4")) == host_bytes_per_second(Slice("v5e-8")) / 2
+    assert host_bytes_per_second("v5e-4") == host_bytes_per_second("v5e-8") / 2
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardware import HardwareError, Links, Slice, Torus, detours, ring_plans
+from hardware import HardwareError, Links, Slice, Torus, collectives, detours, ring_plans
 from hardware.dcn import one_ring_seconds
 from hardware.faults import offered_share, slices_left
-from hardware.goodput import best_segment_seconds, segment_seconds, waiting_share
+from hardware.goodput import best_segment_seconds, segment_seconds, waiting_share, young_seconds
 from tests.effort import draws
-from tests.hardware import closed_forms
 
 LINKS = Links(45e9, 1e-6)
 
@@ -134,9 +133,9 @@ def test_a_failed_link_of_a_ring_leaves_a_line():
     data = [np.arange(64) + node for node in range(16)]
     reduce = ring_plans.all_reduce(torus, data, element_bytes=1e4)
     traffic = reduce.run(LINKS)
-    want = closed_forms.all_reduce_seconds(64e4, [(4, False), (4, True)], LINKS)
+    want = collectives.all_reduce_seconds(64e4, [(4, False), (4, True)], LINKS)
     assert traffic.seconds == pytest.approx(want, rel=1e-9)
-    assert want > closed_forms.all_reduce_seconds(64e4, [(4, True), (4, True)], LINKS)
+    assert want > collectives.all_reduce_seconds(64e4, [(4, True), (4, True)], LINKS)
 
 
 # ---------------------------------------------------------------- goodput
@@ -176,7 +175,7 @@ def test_the_best_segment_is_a_minimum_and_young_comes_near(share, mean):
 
     assert cost(best) <= min(cost(0.9 * best), cost(1.1 * best)) * (1 + 1e-12)
     if checkpoint < 1e-3 * mean:
-        assert best == pytest.approx(closed_forms.young_seconds(checkpoint, mean), rel=0.03)
+        assert best == pytest.approx(young_seconds(checkpoint, mean), rel=0.03)
 
 
 @pytest.mark.parametrize("share", [1e-2, 6e-7, 4e-7, 1e-9, 1e-20, 1e-40])

@@ -107,6 +107,14 @@ def test_junk_in_closed_forms(junk):
     from hardware.chips import chip_from_table
 
     thing, links = JUNK[junk](), Links(1e9)
+    for form in (
+        collectives.all_gather_seconds, collectives.reduce_scatter_seconds, collectives.all_reduce_seconds,
+        collectives.all_to_all_seconds, collectives.all_to_all_bound_seconds, collectives.broadcast_seconds,
+    ):  # fmt: skip
+        for arguments in ((thing, [(4, True)], links), (1, thing, links), (1, [thing], links), (1, [(4, True)], thing)):
+            call(lambda form=form, arguments=arguments: form(*arguments), {})
+        if form is not collectives.all_to_all_bound_seconds:
+            call(lambda form=form: form(1, [(4, True)], links, thing), {})
     for arguments in ((thing, (4, True), links), (1, thing, links), (1, (4, True), links, thing)):
         call(lambda arguments=arguments: collectives.ring_stage_seconds(*arguments), {})
     call(lambda: collectives.permute_seconds(1, thing, links), {})

@@ -10,7 +10,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from hardware import numerics
 from hardware.checks import HardwareError
 from hardware.numerics import mxu_matmul, ring_reduce_scatter, round_to_bfloat16
-from tests.hardware.closed_forms import ring_reduce
+from tests.hardware.ring_reduction import ring_reduce
 
 SPECIAL_BITS = [
     0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001,

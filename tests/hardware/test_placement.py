@@ -10,17 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardware import CHIPS, network, point_plans, ring_plans
+from hardware import CHIPS, collectives, network, point_plans, ring_plans
 from hardware.checks import HardwareError
 from hardware.events import Links, Message, MessagePlan, simulate
 from hardware.network import KINDS, Demand, best_placement, collective_cost, ici_links
 from hardware.placement import CORES, DCN, Placement, PlacementFactor, placements
 from hardware.sharing import together_seconds
 from hardware.slices import Slice
-from hardware.snakes import closes, hop_length
+from hardware.snakes import closes, hop_length, snake_orders, snakes
 from hardware.torus import Torus
-from tests.hardware import closed_forms
-from tests.hardware.closed_forms import snake_orders, snake_ring
 
 MESHES = [
     ("v3-8", {"rows": 2, "cols": 4}), ("v3-8", {"x": 8}), ("v3-32", {"a": 2, "b": 4, "c": 4}),
@@ -96,17 +94,17 @@ def test_a_strided_ring_sees_a_share_of_its_links(n, stride):
     rings = [list(range(offset, n, stride)) for offset in range(stride)]
     events = simulate(torus, links, [ring_messages(torus, rings, 10**6)]).seconds
     thin = Links(1e9 / stride, stride * 1e-6)
-    want = closed_forms.all_gather_seconds(10**6, [(n // stride, True)], thin, "halves")
+    want = collectives.all_gather_seconds(10**6, [(n // stride, True)], thin, "halves")
     assert events == pytest.approx(want, rel=1e-9)
 
 
 @pytest.mark.parametrize(("shape", "wrap"), [((2, 4), False), ((4, 4), False), ((3, 4), True), ((2, 3, 4), False)])
 def test_a_snake_is_a_ring(shape, wrap):
     torus, links = Torus(shape, wrap), Links(1e9, 1e-6)
-    path = snake_ring(tuple(zip(torus.shape, torus.wrap, strict=True)))
+    path = snakes(tuple(zip(torus.shape, torus.wrap, strict=True)))
     ring = [torus.node(place) for place in path]
     events = simulate(torus, links, [ring_messages(torus, [ring], 10**6)]).seconds
-    want = closed_forms.all_gather_seconds(10**6, [(torus.nodes, True)], links, "halves")
+    want = collectives.all_gather_seconds(10**6, [(torus.nodes, True)], links, "halves")
     assert events == pytest.approx(want, rel=1e-9)
 
 
@@ -116,7 +114,7 @@ def test_snakes_visit_every_node_hop_by_hop(sizes):
         assert sorted(path) == list(itertools.product(*(range(n) for n in sizes)))
         axes = [(n, False) for n in sizes]
         assert all(hop_length(a, b, axes) == 1 for a, b in itertools.pairwise(path))
-    ring = snake_ring(tuple((n, False) for n in sizes))
+    ring = snakes(tuple((n, False) for n in sizes))
     large = [n for n in sizes if n > 1]
     if len(large) == 2 and any(n % 2 == 0 for n in large):
         assert ring is not None  # a grid with an even side has a Hamiltonian cycle
@@ -126,7 +124,7 @@ def test_snakes_visit_every_node_hop_by_hop(sizes):
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=3).map(tuple))
 def test_a_snake_closes_if_one_is_found(axes):
-    assert closes(axes) == (snake_ring(axes) is not None)
+    assert closes(axes) == (snakes(axes) is not None)
 
 
 @pytest.mark.parametrize("name", ["v5e-8x16", "v5e-16", "v5p-128", "v4-32", "v5e-256"])
@@ -136,17 +134,17 @@ def test_all_to_all_is_priced_as_its_closed_form(name):
     axes = list(zip(slice_.torus_shape, slice_.wrap, strict=True))
     cost = collective_cost(placement, "all_to_all", ["x"], 1e8)
     assert cost.algorithm == "rotated"
-    assert cost.seconds == pytest.approx(closed_forms.all_to_all_seconds(1e8, axes, ici_links(slice_)))
-    assert cost.seconds <= 1.15 * closed_forms.all_to_all_bound_seconds(1e8, axes, ici_links(slice_))
+    assert cost.seconds == pytest.approx(collectives.all_to_all_seconds(1e8, axes, ici_links(slice_)))
+    assert cost.seconds <= 1.15 * collectives.all_to_all_bound_seconds(1e8, axes, ici_links(slice_))
     small = collective_cost(placement, "all_to_all", ["x"], 1)  # few bytes: each axis once, not once for every part
-    assert small.seconds <= closed_forms.all_to_all_seconds(1, axes, ici_links(slice_))
+    assert small.seconds <= collectives.all_to_all_seconds(1, axes, ici_links(slice_))
 
 
 def test_snake_beats_axes_in_turn_on_a_small_mesh():
     placement, _ = best_placement(Slice("v5e-8"), {"x": 8})
     cost = collective_cost(placement, "all_reduce", ["x"], 1e8)
     assert cost.algorithm == "snake ring"
-    want = closed_forms.all_reduce_seconds(1e8, [(8, True)], ici_links(Slice("v5e-8")))
+    want = collectives.all_reduce_seconds(1e8, [(8, True)], ici_links(Slice("v5e-8")))
     assert cost.seconds == pytest.approx(want)
 
 
@@ -154,7 +152,7 @@ def test_whole_torus_uses_all_axes_at_once():
     placement, _ = best_placement(Slice("v5p-128"), {"x": 64})
     cost = collective_cost(placement, "all_reduce", ["x"], 1e8)
     assert cost.algorithm == "rotated"
-    want = closed_forms.all_reduce_seconds(1e8, [(4, True)] * 3, ici_links(Slice("v5p-128")))
+    want = collectives.all_reduce_seconds(1e8, [(4, True)] * 3, ici_links(Slice("v5p-128")))
     assert cost.seconds == pytest.approx(want)
     assert sum(seconds for _, seconds in cost.busy_seconds) == pytest.approx(3 * cost.busy_seconds[0][1])
     assert cost.busy_seconds[0][1] <= cost.seconds
@@ -166,7 +164,7 @@ def test_unequal_axes_cost_what_the_closed_form_says():
     cost = collective_cost(placement, "all_reduce", ["x"], 1e8)
     axes = [(4, True), (4, True), (8, True)]
     assert cost.algorithm == "rotated"
-    equal = closed_forms.all_reduce_seconds(1e8, axes, ici_links(slice_))
+    equal = collectives.all_reduce_seconds(1e8, axes, ici_links(slice_))
     # Parts that start along an axis of n send (n-1)/n of their bytes there first: with equal parts, 7/8 beside 3/4.
     # As 7:7:6 the first stages end together, 21/40 of a third after 7/24.
     assert cost.seconds < equal
@@ -187,7 +185,7 @@ def test_axes_that_are_not_alike_share_a_gather_unequally(shape):
     links = ici_links(slice_)
     cost = collective_cost(next(placements(slice_, {"x": math.prod(shape)})), "all_gather", ["x"], 1e9)
     least = 1e9 * (1 - 1 / math.prod(shape)) / (2 * len(shape) * links.bytes_per_second)
-    equal = closed_forms.all_gather_seconds(1e9, [(n, True) for n in shape], links)
+    equal = collectives.all_gather_seconds(1e9, [(n, True) for n in shape], links)
     assert least < cost.seconds < equal
     assert cost.seconds < 1.04 * least
 
@@ -221,8 +219,8 @@ def test_both_cores_of_a_chip_share_its_links():
     links = ici_links(slice_)
     half = Links(links.bytes_per_second / 2, links.hop_seconds)
     cost = collective_cost(across, "all_gather", ["a"], 1e7)
-    plain = closed_forms.all_gather_seconds(1e7, [(4, False), (4, False)], half)
-    assert cost.seconds == pytest.approx(min(plain, closed_forms.all_gather_seconds(1e7, [(16, True)], half)))
+    plain = collectives.all_gather_seconds(1e7, [(4, False), (4, False)], half)
+    assert cost.seconds == pytest.approx(min(plain, collectives.all_gather_seconds(1e7, [(16, True)], half)))
     on_chip = collective_cost(across, "all_gather", ["b"], 1e7)
     assert on_chip.busy_seconds[0][0] == CORES
     assert on_chip.seconds < cost.seconds / 5
@@ -234,10 +232,10 @@ def test_a_group_over_cores_and_chips_halves_its_traffic_on_the_torus():
     chip, links = slice_.chip, ici_links(slice_)
     cost = collective_cost(placement, "all_reduce", ["x"], 1e8)
     on_chip = 1e8 / (chip.hbm_bytes_per_second / 4)  # half read, half written; there and back
-    ring = closed_forms.all_reduce_seconds(1e8 / 2, [(4, True)], Links(links.bytes_per_second / 2, 1e-6))
+    ring = collectives.all_reduce_seconds(1e8 / 2, [(4, True)], Links(links.bytes_per_second / 2, 1e-6))
     assert cost.seconds == pytest.approx(on_chip + ring)  # a 2x2 mesh is a ring of 4, or two rotated lines
     exchange = collective_cost(placement, "all_to_all", ["x"], 1e8)
-    lines = closed_forms.all_to_all_seconds(1e8, [(2, False)] * 2, Links(links.bytes_per_second / 2, 1e-6))
+    lines = collectives.all_to_all_seconds(1e8, [(2, False)] * 2, Links(links.bytes_per_second / 2, 1e-6))
     assert exchange.seconds == pytest.approx(on_chip / 2 + lines)
 
 
@@ -378,6 +376,7 @@ def test_costs_are_finite_ordered_and_grow_with_bytes(case, kind, size, data):
         (lambda: Placement(Slice("v5e-4"), (("a", (PlacementFactor(0, 2, 1),)),)), "cover 1 of the 2 positions"),
         (lambda: Placement(Slice("v5e-4"), (("a", (PlacementFactor(0, 2, 2),)),)), "do not tile torus axis 0"),
         (lambda: ici_links(Slice("v1-1")), "chip 'v1' has no links"),
+        (lambda: next(snake_orders([])), "at least one axis"),
     ],
 )
 def test_bad_input(call, part):

@@ -11,7 +11,7 @@ from hardware import HardwareError, Links, Torus, ring_plans
 from hardware.numerics import ring_reduce_scatter
 from hardware.ring_steps import KINDS, ring_steps
 from tests.effort import each
-from tests.hardware.closed_forms import ring_reduce
+from tests.hardware.ring_reduction import ring_reduce
 
 NODES = (2, 3, 4, 7)
 

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardware import HardwareError, Links, Torus, ring_plans
+from hardware import HardwareError, Links, Torus, collectives, ring_plans
 from hardware.network import Cost
 from hardware.sharing import POLICIES, SharedLinks, shared
 from meshlib.estimation.time import link_sharing
 from tests.effort import draws
-from tests.hardware import closed_forms
 
 costs = st.lists(
     st.tuples(st.dictionaries(st.integers(-2, 2), st.integers(1, 20), min_size=1, max_size=3), st.integers(0, 5)),
@@ -63,7 +62,7 @@ def test_rings_in_step_share_as_the_fluid_does(n, op, algorithm, sizes, hop):
     """Each ends in the round of messages in which the fluid ends; the last one exactly there, but for the hops."""
     torus, links = Torus((n,)), Links(1.0, hop)
     data = [np.zeros(2 if op == "all_gather" else (n, 2)) for _ in range(n)]
-    seconds_of = getattr(closed_forms, f"{op}_seconds")
+    seconds_of = getattr(collectives, f"{op}_seconds")
     plans, alone = [], []
     for size in sizes:  # bytes of a message
         options = {"algorithm": algorithm, "element_bytes": size, "barrier": False}

@@ -26,7 +26,6 @@ from hardware.placement import Placement, PlacementFactor
 from hardware.twisted import TwistedTorus
 from meshlib.estimation.views.wiring import other_wiring, twisting
 from tests.effort import draws
-from tests.hardware import closed_forms
 
 LINKS = Links(45e9, 1e-6)
 SHAPES = [(2, 4), (3, 6), (4, 8), (2, 2, 4), (3, 3, 6), (2, 4, 4), (4, 2, 4)]
@@ -106,12 +105,10 @@ def test_closed_form_equals_events(shape, op, algorithm, size_bytes, data):
     sides = tuple(shape[axis] for axis in axes)
     seconds = gathered(torus, op, float(size_bytes), algorithm, axes)
     if min(sides) == torus.twist and set(torus.long_axes) <= set(axes):
-        want = closed_forms.twisted_all_gather_seconds(size_bytes, sides, LINKS, algorithm) * (
-            2 if op == "all_reduce" else 1
-        )
+        want = twisted.all_gather_seconds(size_bytes, sides, LINKS, algorithm) * (2 if op == "all_reduce" else 1)
     else:  # short axes are lines, since their twist leads out of the group
         lines = [(n, n > torus.twist) for n in sides]
-        want = getattr(closed_forms, f"{op}_seconds")(size_bytes, lines, LINKS, algorithm)
+        want = getattr(collectives, f"{op}_seconds")(size_bytes, lines, LINKS, algorithm)
     assert seconds == pytest.approx(want, rel=1e-9)
 
 
@@ -131,18 +128,16 @@ def test_all_to_all_equals_its_closed_form(shape, algorithm, size, data):
         assert np.array_equal(result, [rows[m][members[node].index(node)] for m in members[node]])
     sides = tuple(shape[axis] for axis in axes)
     if min(sides) == torus.twist and set(torus.long_axes) <= set(axes):
-        bound = closed_forms.twisted_all_to_all_bound_seconds(size, sides, LINKS)
+        bound = twisted.all_to_all_bound_seconds(size, sides, LINKS)
         whole = len(axes) == torus.rank  # else some of the shortest ways lead through links of other groups
         assert traffic.seconds >= bound * (1 - 1e-12) or (algorithm == "routed" and not whole)
         if algorithm == "rotated":
-            assert traffic.seconds == pytest.approx(
-                closed_forms.twisted_all_to_all_seconds(size, sides, LINKS), rel=1e-9
-            )
+            assert traffic.seconds == pytest.approx(twisted.all_to_all_seconds(size, sides, LINKS), rel=1e-9)
         if algorithm == "routed" and whole:  # no link carries more than an equal share of the shortest ways
             assert traffic.max_link_bytes == pytest.approx(bound * LINKS.bytes_per_second)
     elif algorithm == "rotated":
         lines = [(n, n > torus.twist) for n in sides]
-        assert traffic.seconds == pytest.approx(closed_forms.all_to_all_seconds(size, lines, LINKS), rel=1e-9)
+        assert traffic.seconds == pytest.approx(collectives.all_to_all_seconds(size, lines, LINKS), rel=1e-9)
 
 
 @pytest.mark.parametrize(("name", "gain"), [("v4-4x4x8", 1.63), ("v4-4x8x8", 1.31)], ids=["4x4x8", "4x8x8"])
@@ -163,16 +158,16 @@ def test_a_slice_prices_what_events_take(kind):
     links = ici_links(slice_)
     whole = best_placement(slice_, {"all": 128})[0]
     times = 2 if kind == "all_reduce" else 1
-    want = times * closed_forms.twisted_all_gather_seconds(1e9, (4, 4, 8), links)
+    want = times * twisted.all_gather_seconds(1e9, (4, 4, 8), links)
     assert collective_cost(whole, kind, ["all"], 1e9).seconds == pytest.approx(want, rel=1e-9)
     parts = Placement(
         slice_, (("a", (PlacementFactor(0, 4, 1), PlacementFactor(2, 8, 1))), ("b", (PlacementFactor(1, 4, 1),)))
     )
     cost = collective_cost(parts, kind, ["a"], 1e9)
-    assert cost.seconds == pytest.approx(times * closed_forms.twisted_all_gather_seconds(1e9, (4, 8), links), rel=1e-9)
+    assert cost.seconds == pytest.approx(times * twisted.all_gather_seconds(1e9, (4, 8), links), rel=1e-9)
     assert [place for place, _ in cost.busy_seconds] == [0, 2]
     line = collective_cost(parts, kind, ["b"], 1e9).seconds
-    assert line == pytest.approx(times * closed_forms.all_gather_seconds(1e9, [(4, False)], links), rel=1e-9)
+    assert line == pytest.approx(times * collectives.all_gather_seconds(1e9, [(4, False)], links), rel=1e-9)
 
 
 @pytest.mark.parametrize("short", [(0,), (0, 1)], ids=["one short axis", "two"])

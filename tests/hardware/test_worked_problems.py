@@ -11,6 +11,7 @@ import pytest
 
 from hardware import core, memory
 from hardware.chips import CHIPS
+from hardware.collectives import all_gather_seconds, all_reduce_seconds
 from hardware.core import Matmul, Work, time_of
 from hardware.memory import hbm_rate, padded_bytes, padded_shape
 from hardware.mxu import MXU
@@ -19,7 +20,6 @@ from hardware.placement import DCN, placements
 from hardware.shapes import wrap_of
 from hardware.slices import Slice, legal_slices
 from tests.hardware import reference
-from tests.hardware.closed_forms import all_gather_seconds, all_reduce_seconds
 
 FILE = reference.load("worked_problems.json")
 V2, V4, V5E, V5P, V6E = (CHIPS[name] for name in ("v2", "v4", "v5e", "v5p", "v6e"))
