@@ -25,7 +25,8 @@ import numpy as np
 
 from meshlib.searching.bounds.dataflow import Edge, Flow
 from meshlib.searching.bounds.min_sum import Table
-from meshlib.searching.bounds.shared_splits import GATHERS, SUMS, Batch, Bools, Floats, Ints
+from meshlib.searching.bounds.needless_collectives import NeedlessCollectives
+from meshlib.searching.bounds.shared_splits import GATHERS, SUMS, Batch, Bools, Floats, Ints, Usable
 
 LONG = 1e6  # seconds: of options that an axis does not have
 MOST_TARGETS = 3  # targets of one node that are bounded jointly
@@ -84,7 +85,7 @@ class Sent:
     """Collectives over an axis from one source, over the options of the nodes `scope`, in seconds.
 
     `owed`: what is owed; `either`: on the wire, of others that run whole; `cut`: of others that may run in pieces, and
-    `awaited`: what is waited for of those.
+    `awaited`: what is waited for of those; `needless`: where no lowering sends any.
     """
 
     axis: int
@@ -93,6 +94,7 @@ class Sent:
     either: Floats | None = None
     cut: Floats | None = None
     awaited: Floats | None = None
+    needless: Bools | None = None
 
     def seconds(self, share: float, exposed: float) -> Floats:
         """In a mean with that share of what is owed."""
@@ -102,7 +104,8 @@ class Sent:
         assert self.cut is not None
         assert self.awaited is not None
         in_pieces = np.minimum(share * exposed * self.cut, (1 - share) * self.awaited)
-        return np.maximum(min(share * exposed, 1 - share) * self.either, in_pieces)
+        sent = np.maximum(min(share * exposed, 1 - share) * self.either, in_pieces)
+        return np.where(self.needless, LONG, sent)
 
 
 @dataclass(eq=False)
@@ -122,7 +125,7 @@ class CoreTime:
     def _sums(self, flow: Flow, in_loop: bool) -> Sums:
         count, batch = len(self.batch.candidates), self.batch
         means, hidden, last = np.zeros((len(SHARES), count)), np.zeros(count), np.zeros(count)
-        times: dict[int, NodeTimes] = {}
+        seconds: dict[int, Floats] = {}
         for n, node in enumerate(flow.nodes):
             if node.loop is not None:
                 trip = self._sums(node.loop, True)
@@ -131,24 +134,36 @@ class CoreTime:
                 continue
             own = batch.seconds(flow, n)
             if own is not None:
-                times[n] = NodeTimes.of(own)
-                means += times[n].least
+                seconds[n] = own
+        times = self._times(flow, seconds)
+        means += sum((time.least for time in times.values()), np.zeros(count))
         exempt = _Exempt(flow, batch)
         sent = [*self._sent(flow, in_loop, times, exempt)]
         means += sum((self._least(axis, times, sent) for axis in range(batch.count)), np.zeros_like(means))
         return Sums(means, hidden + exempt.hidden, last + exempt.last)
 
+    def _times(self, flow: Flow, seconds: Mapping[int, Floats]) -> Mapping[int, NodeTimes]:
+        """The times of nodes under the options that a lowering may choose."""
+        times = {n: NodeTimes.of(own) for n, own in seconds.items()}
+        for narrowed in (NeedlessCollectives.without_sums, NeedlessCollectives.without_gathers):
+            usable = narrowed(NeedlessCollectives(self.batch, flow, {n: time.usable for n, time in times.items()}))
+            for n, own in seconds.items():
+                if any((able != before).any() for able, before in zip(usable[n], times[n].usable, strict=True)):
+                    times[n] = NodeTimes.of(_only(own, usable[n]))
+        return times
+
     def _sent(self, flow: Flow, in_loop: bool, times: Mapping[int, NodeTimes], exempt: _Exempt) -> Iterator[Sent]:
         """The collectives of a program or trip, over each axis."""
+        usable = {n: time.usable for n, time in times.items()}
         for edges in flow.apart:
             if in_loop and self.batch.compiler.unrolled_loops:  # the next trip begins before such collectives end
                 edges = [edge for edge in edges if edge.home is None]
             beside = [edge for edge in edges if edge.beside]
             for edge in beside:
-                yield from self._owed(flow, edge, len(beside), times, exempt)
+                yield from self._owed(flow, edge, len(beside), usable, exempt)
             if not beside:  # otherwise one collective may serve both
                 for axis in range(self.batch.count):
-                    yield from self._others(flow, edges, axis, times)
+                    yield from self._others(flow, edges, axis, times, usable)
 
     def _least(self, axis: int, times: Mapping[int, NodeTimes], sent: Sequence[Sent]) -> Floats:
         """The least sum of what an axis adds to products, and of its collectives, for [share, candidate]."""
@@ -164,23 +179,23 @@ class CoreTime:
             least.append(table.least())
         return np.array(least)
 
-    def _owed(
-        self, flow: Flow, edge: Edge, count: int, times: Mapping[int, NodeTimes], exempt: _Exempt
-    ) -> Iterator[Sent]:
+    def _owed(self, flow: Flow, edge: Edge, count: int, usable: Usable, exempt: _Exempt) -> Iterator[Sent]:
         """The core's time for the collectives on an edge, one of `count` edges that they may serve."""
         batch = self.batch
         node = edge.target if edge.home is None else edge.source
         if node == exempt.left_out and edge.home is None:
             return
         needs = batch.needs(flow, edge)  # for each axis and option, whether it takes part in the collective
-        owed = batch.physics.early_exposed / count * batch.shared_out(flow, edge, needs, times[node].usable)
+        owed = batch.physics.early_exposed / count * batch.shared_out(flow, edge, needs, usable)
         exempt.add(edge, owed.sum(axis=0))
         for axis, (own, need) in enumerate(zip(owed, needs, strict=True)):
             yield Sent(axis, (node,), np.where(need, own[:, None], 0.0))
 
-    def _others(self, flow: Flow, edges: Sequence[Edge], axis: int, times: Mapping[int, NodeTimes]) -> Iterator[Sent]:
+    def _others(
+        self, flow: Flow, edges: Sequence[Edge], axis: int, times: Mapping[int, NodeTimes], usable: Usable
+    ) -> Iterator[Sent]:
         """Seconds for the collectives over an axis from one source, which may serve all its edges."""
-        edges = [edge for edge in edges if self.batch.sends(flow, edge, axis).any()]
+        edges = [edge for edge in edges if self.batch.sends(flow, edge, axis, usable).any()]
         if not edges:
             return
         batch, source = self.batch, edges[0].source
@@ -188,17 +203,17 @@ class CoreTime:
         scope = (source, *targets)
         shape = [len(batch.candidates), *(batch.options(flow, n) for n in scope)]
         either, cut, awaited = (np.zeros(shape) for _ in range(3))
-        whole = np.ones(shape, bool)
-        usable = {n: time.usable for n, time in times.items()}
-        joining = [np.any([batch.sends(flow, edge, m) for edge in edges], axis=0) for m in range(batch.count)]
+        whole, needless = np.ones(shape, bool), np.zeros(shape, bool)
+        useless = NeedlessCollectives(batch, flow, usable).gathers(edges, axis)
+        joining = [np.any([batch.sends(flow, edge, m, usable) for edge in edges], axis=0) for m in range(batch.count)]
         for edge in edges:
             if edge.target not in targets:
                 continue
             kinds = batch.kinds(flow, edge, axis)  # [candidates, options of source, options of target]
             place = [*kinds.shape[:2], *(kinds.shape[2] if n == edge.target else 1 for n in targets)]
             hidden = sum(times[n].least for n in flow.attention_beside(edge) if n in times)
-            share = flow.shares[edge.target, edge.operand] if batch.count > 1 else 1.0
-            whole_wire, group = batch.wire_seconds(edge, axis, joining), batch.most_devices(flow, edges, axis, usable)
+            share = batch.share_of_waits(flow, edge, axis, usable)[:, None]
+            whole_wire, group = batch.wire_seconds(flow, edge, axis, joining, usable), batch.most_devices(flow, edges, axis, usable)
             wire, first, part = (
                 np.take_along_axis(each, kinds.reshape(len(kinds), -1), axis=1).reshape(kinds.shape)
                 for each in (
@@ -209,12 +224,13 @@ class CoreTime:
             )
             in_pieces = batch.in_pieces(flow, edges, edge, axis, usable)
             # beside one product there may be pieces that it reads and others of its sum: half of each counts
-            waits = first + part / 2 * self._longer(flow, edges, edge, axis, times, wire, kinds)
+            waits = first + part / 2 * self._longer(flow, edges, edge, axis, times, usable, wire, kinds)
+            needless |= (kinds == GATHERS).reshape(place) & useless.reshape(len(kinds), -1, *[1] * len(targets))
             np.maximum(either, wire.reshape(place), out=either)
             np.maximum(cut, wire.reshape(place), out=cut)
             np.maximum(awaited, np.where(in_pieces, waits, 0.0).reshape(place), out=awaited)
             whole &= (~in_pieces).reshape(place)
-        yield Sent(axis, scope, None, np.where(whole, either, 0.0), np.where(whole, 0.0, cut), awaited)
+        yield Sent(axis, scope, None, np.where(whole, either, 0.0), np.where(whole, 0.0, cut), awaited, needless)
 
     def _longer(
         self,
@@ -223,6 +239,7 @@ class CoreTime:
         edge: Edge,
         axis: int,
         times: Mapping[int, NodeTimes],
+        usable: Usable,
         wire: Floats,
         kinds: Ints,
     ) -> Floats:
@@ -234,7 +251,7 @@ class CoreTime:
             others: dict[int, Bools] = {}  # further products, and whether they read what is gathered
             for e in edges:
                 if e.target in times and e.target != edge.target:
-                    reads = self.batch.sends(flow, e, axis)
+                    reads = self.batch.sends(flow, e, axis, usable)
                     others[e.target] = others.get(e.target, reads) | reads
             beside = target.most(axis) + sum(times[n].most() * reads for n, reads in others.items())
             left = wire - np.reshape(beside, (-1, 1, 1)) - target.excesses[axis][:, None, :]
@@ -284,6 +301,13 @@ class _Exempt:
     def last(self) -> Floats:
         """Of collectives after the last product."""
         return _most(self.after[0].values())
+
+
+def _only(seconds: Floats, usable: Sequence[Bools]) -> Floats:
+    """Seconds of joint options, infinite unless the option of each axis is usable."""
+    for axis, able in enumerate(usable):
+        seconds = np.where(able.reshape([len(able), *(-1 if m == axis else 1 for m in range(len(usable)))]), seconds, np.inf)
+    return seconds
 
 
 def _most(values: Iterable[Floats]) -> Floats:

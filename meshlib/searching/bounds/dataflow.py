@@ -10,10 +10,10 @@ edge is sent; which one is open, so the smallest counts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from layouts import Shape
 from meshlib.program.instructions import Value
@@ -112,16 +112,28 @@ class Edge:
         return min(self.sizes.values(), default=0.0)
 
 
+class Use(NamedTuple):
+    """A use of a value: by an operand of a node, or at a `home`; by an unknown operation if there is neither. A result
+    of the program has a home, but no node."""
+
+    node: int | None = None
+    operand: int = 0
+    home: Placed | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Flow:
     """A program or loop body as nodes in order, and the edges into each.
 
-    `full`: values, those in loops included, that no product of smaller values can replace.
+    `full`: values, those in loops included, that no product of smaller values can replace. `uses`: the uses of each
+    value; `derived`: values that element-wise operations compute from it, and whether these are linear in it.
     """
 
     nodes: Sequence[Node]
     edges: Sequence[Sequence[Edge]]  # for each node, the edges that end there
     full: frozenset[Value] = frozenset()
+    uses: Mapping[Value, Sequence[Use]] = field(default_factory=dict)
+    derived: Mapping[Value, Sequence[tuple[Value, bool]]] = field(default_factory=dict)
     _beside: dict[tuple[int, int], Sequence[int]] = field(default_factory=dict)
 
     @cached_property
@@ -169,7 +181,10 @@ class Flow:
         """The edges on which a collective may be needed."""
         known = [n for n, node in enumerate(self.nodes) if node.splits is not None or node.placed is not None]
         for target in known:
-            yield from (edge for edge in self.edges[target] if edge.values and edge.source in known)
+            for edge in self.edges[target]:
+                placed = self.nodes[edge.source].placed
+                if edge.values and edge.source in known and (placed is None or placed != edge.home):
+                    yield edge
 
     @cached_property
     def firsts(self) -> frozenset[int]:
@@ -194,18 +209,13 @@ class Flow:
         return frozenset(n for n, count in counts.items() if count > 1)
 
     @cached_property
-    def shares(self) -> Mapping[tuple[int, int], float]:
-        """For each (node, operand) on whose edges collectives may be waited for, its share among the operands of the
-        node, or among all homes: they may be waited for at the same time."""
-        sizes: dict[tuple[int, int], float] = {}
+    def waited(self) -> Mapping[int | None, Sequence[Edge]]:
+        """The edges on which collectives may be waited for at the same time: those into each node, or all homes (None).
+        """
+        waited: dict[int | None, list[Edge]] = {}
         for edge in (edge for edges in self.apart for edge in edges if not edge.beside):
-            key = edge.target, edge.operand
-            sizes[key] = max(sizes.get(key, 1.0), edge.least_bytes)
-        together: dict[int | None, float] = {}
-        node_of = {key: None if self.nodes[key[0]].placed is not None else key[0] for key in sizes}
-        for key, size in sizes.items():
-            together[node_of[key]] = together.get(node_of[key], 0.0) + size
-        return {key: size / together[node_of[key]] for key, size in sizes.items()}
+            waited.setdefault(None if self.nodes[edge.target].placed is not None else edge.target, []).append(edge)
+        return waited
 
     def _is_large(self, number: int) -> bool:
         return self.nodes[number].product is not None or self.nodes[number].loop is not None
@@ -214,6 +224,25 @@ class Flow:
         """All edges with values that are on these edges, too."""
         values = frozenset().union(*(edge.values for edge in edges))
         return [edge for into in self.edges for edge in into if not edge.values.isdisjoint(values)]
+
+    def computed_from(self, values: Iterable[Value], linear: bool = False) -> set[Value]:
+        """These values, and what element-wise operations compute from them; if `linear`, those linear in them alone."""
+        left = [*values]
+        seen = set(left)
+        while left:
+            for y, is_linear in self.derived.get(left.pop(), ()):
+                if y not in seen and (is_linear or not linear):
+                    seen.add(y)
+                    left.append(y)
+        return seen
+
+    def is_for_homes(self, edges: Sequence[Edge]) -> bool:
+        """True if nothing but homes needs the values on these edges, and no product can take pieces of them."""
+        return all(use.home is not None for use in self.uses_of(self.computed_from(v for e in edges for v in e.values)))
+
+    def uses_of(self, values: Iterable[Value]) -> Sequence[Use]:
+        """All uses of some values."""
+        return [*dict.fromkeys(use for v in values for use in self.uses.get(v, ()))]
 
     @property
     def products(self) -> Iterator[tuple[Contraction, bool]]:

@@ -18,7 +18,7 @@ from meshlib.lowering.assigned import is_weight, scope_of
 from meshlib.ops.contraction.einsum import EIGHT_BIT
 from meshlib.program.instructions import Compute, Instruction, Loop, Resident, Value
 from meshlib.program.records import Program
-from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, HbmUse, Node, Placed, Split
+from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, HbmUse, Node, Placed, Split, Use
 from meshlib.searching.bounds.elements import temporaries_of
 from meshlib.searching.bounds.products import Contraction, ProductKernel
 from meshlib.searching.renamed_dims import Names, Passages
@@ -74,6 +74,8 @@ class _Maker:
     early: set[Value] = field(default_factory=set)
     still: set[Value] = field(default_factory=set)  # values that depend on no product, attention or loop
     leads: set[Value] = field(default_factory=set)  # values that a product or loop depends on
+    uses: dict[Value, list[Use]] = field(default_factory=dict)
+    derived: dict[Value, list[tuple[Value, bool]]] = field(default_factory=dict)
     origins: Origins = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +90,7 @@ class _Maker:
     def flow(self) -> Flow:
         """The flow built so far."""
         inside = (node.loop.full for node in self.nodes if node.loop is not None)
-        return Flow(self.nodes, self.edges, frozenset(self.full).union(*inside))
+        return Flow(self.nodes, self.edges, frozenset(self.full).union(*inside), self.uses, self.derived)
 
     def run(self) -> None:
         for v, placed in self.given.items():
@@ -107,6 +109,10 @@ class _Maker:
                 self._pass_on(i)
             elif not isinstance(i.operation.opdef.form(i.operation), Total):
                 self._other(i)
+            else:
+                self._use(i.inputs, Use())
+        for v in self.program.outputs.values():
+            self._use([v], Use(home=_home(v.tensor)))
 
     def bring(self, value: Value, home: Placed) -> None:
         """Require a value under its home sharding at the end."""
@@ -120,6 +126,9 @@ class _Maker:
     ) -> int:
         number = len(self.nodes)
         self.nodes.append(node)
+        needs = [*needs]
+        for operand, x, home in needs:
+            self._use([x], Use(number, operand, home))
         reaches = [(operand, x, home, reach) for operand, x, home in needs for reach in self.reached.get(x, ())]
         self.edges.append([
             Edge(
@@ -137,6 +146,10 @@ class _Maker:
             of_variable = placed is not None and placed.scope == "variables"
             return of_variable and reach.values <= self.still and target.splits is not None
         return reach.pure and target.placed is not None and self.leads.isdisjoint(reach.values)
+
+    def _use(self, values: Iterable[Value], use: Use) -> None:
+        for x in values:
+            self.uses.setdefault(x, []).append(use)
 
     def _start(self, value: Value, source: int, full: bool = True) -> None:
         self.reached[value] = [_Reach(source, self._sizes(value), True, frozenset({value}), True, frozenset({value}))]
@@ -208,6 +221,8 @@ class _Maker:
     def _pass_on(self, i: Compute) -> None:
         linear = i.operation.opdef.linear(i.operation).operands
         for y in i.outputs:
+            for n, x in enumerate(i.inputs):
+                self.derived.setdefault(x, []).append((y, n in linear))
             own = self._sizes(y)
             reach_of_source: dict[int, _Reach] = {}
             for n, x in enumerate(i.inputs):
@@ -263,7 +278,9 @@ class _Maker:
             range(len(loop.inputs)),
         )
         for n, y in enumerate(loop.outputs):
-            at_home = carried.get(loop.carries[n][0]) if n < len(loop.carries) else None
+            at_home = _home(y.tensor) if not self.program.is_body and is_gradient(y) else None
+            if n < len(loop.carries):
+                at_home = carried.get(loop.carries[n][0])
             self._start(y, node if at_home is None else self._after(node, at_home))
 
     def _after(self, loop: int, home: Placed) -> int:

@@ -19,7 +19,7 @@ from meshlib.core.compiler import Compiler
 from meshlib.estimation.time.physics import Physics
 from meshlib.estimation.work.combined_collectives import THRESHOLD_BYTES
 from meshlib.searching.bounds.collectives import GATHER, REDUCE, SCATTER, Machine, overhead_seconds, wire_seconds
-from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, Node, Placed
+from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, Node, Placed, Split
 from meshlib.searching.bounds.node_splits import ANY, FREE, KINDS, SUM, WHOLE, NodeSplits, Options, ProductTraffic
 from meshlib.searching.renamed_dims import Passages
 from meshlib.searching.space import Candidate
@@ -74,7 +74,7 @@ class Batch:
         return list(numbers), np.array(indices, np.int64).reshape(len(keys), -1)
 
     @cached_property
-    def _sizes(self) -> Floats:
+    def sizes(self) -> Floats:
         """The size of [candidate, axis]."""
         return np.array([s.group for s in self.splits], float).reshape(len(self.candidates), -1)
 
@@ -101,9 +101,13 @@ class Batch:
         possible = np.array([[rows[o] for o in own] for own in each])
         return Options.of(node, [None if n is None else node.splits[n] for n in numbers]), possible
 
+    def splits_of(self, flow: Flow, number: int) -> Sequence[Split | None]:
+        """The split of each option of a node."""
+        return self._options(flow.nodes[number])[0].splits
+
     def options(self, flow: Flow, number: int) -> int:
         """The number of options of a node."""
-        return len(self._options(flow.nodes[number])[0].splits)
+        return len(self.splits_of(flow, number))
 
     def seconds(self, flow: Flow, number: int) -> Floats | None:
         """Seconds of a product or attention for [candidate, option of each axis]; infinite if that is impossible."""
@@ -121,11 +125,11 @@ class Batch:
         for axis in range(self.count):
             where = np.where(possible[:, axis], 0.0, np.inf)
             seconds = seconds + where.reshape([len(where), *(-1 if m == axis else 1 for m in range(self.count))])
-        for axis in range(self.count) if None in options.numbers and self._is_plain(node) else ():
+        for axis in range(self.count) if None in options.numbers and self.is_plain(node) else ():
             seconds = self._without_duplicates(node, options, seconds, axis)
         return seconds
 
-    def _is_plain(self, node: Node) -> bool:
+    def is_plain(self, node: Node) -> bool:
         """True if the splits of a node are known exactly."""
         return node.product is not None and not (node.smaller or node.laid or any(s.free for s in node.splits or ()))
 
@@ -138,11 +142,11 @@ class Batch:
         """
         assert node.product is not None
         assert node.splits is not None
-        whole, others = node.product.whole, self._sizes.prod(axis=1) / self._sizes[:, axis]
+        whole, others = node.product.whole, self.sizes.prod(axis=1) / self.sizes[:, axis]
         moved = sum(1 / size for size in (whole.m, whole.k, whole.n)) * others  # at most, bytes per flop
-        is_large = 1 - 1 / self._sizes[:, axis] > MOST_MOVES * moved
+        is_large = 1 - 1 / self.sizes[:, axis] > MOST_MOVES * moved
         named = [[n is not None and not dims.isdisjoint(node.splits[n].operands) for n in options.numbers]
-                 for dims in self._rule_dims(axis)]  # fmt: skip
+                 for dims in self.rule_dims(axis)]  # fmt: skip
         last, at = np.moveaxis(seconds, 1 + axis, -1), options.numbers.index(None)
         split = np.isfinite(last) & np.array(named).reshape([len(last), *[1] * (self.count - 1), -1])
         instead = split.any(axis=-1) | ~np.isfinite(last[..., at])
@@ -151,7 +155,7 @@ class Batch:
         without[dropped, ..., at] = np.inf
         return np.moveaxis(without, -1, 1 + axis)
 
-    def _rule_dims(self, axis: int) -> list[frozenset[str | None]]:
+    def rule_dims(self, axis: int) -> list[frozenset[str | None]]:
         """For each candidate, the dims for which an axis has a rule in all scopes."""
         dims: list[frozenset[str | None]] = []
         for s in self.splits:
@@ -187,6 +191,19 @@ class Batch:
             known = self._known[placed] = np.array(homes, np.int64).reshape(len(homes), -1)
         return known
 
+    def homes(self, placed: Placed, axis: int) -> tuple[Sequence[str], Ints]:
+        """The forms that a placed value may have, and the number of each candidate's over an axis."""
+        return [WHOLE, *placed.shape.names], self._homes(placed)[:, axis]
+
+    def results(self, flow: Flow, number: int, axis: int) -> tuple[Sequence[str], Ints]:
+        """The forms that a node's result may have, and the number of the one for [candidate, option] over an axis."""
+        node = flow.nodes[number]
+        if node.placed is not None:
+            forms, at = self.homes(node.placed, axis)
+            return forms, at[:, None]
+        forms = self._options(node)[0].results
+        return forms, np.broadcast_to(np.arange(len(forms)), (len(self.candidates), len(forms)))
+
     def kinds(self, flow: Flow, edge: Edge, axis: int) -> Ints:
         """Collectives (as indices into KINDS) for [candidate, option of the source, option of the target]; 0 where an
         option is impossible."""
@@ -194,7 +211,7 @@ class Batch:
         kinds: Ints | None = self._known.get(key)
         if kinds is None:
             source, target = flow.nodes[edge.source], flow.nodes[edge.target]
-            kinds = self._kinds(source, target, edge, axis)
+            kinds = self._kinds(flow, edge, axis)
             if source.splits is not None:
                 kinds = np.where(self._options(source)[1][:, axis, :, None], kinds, 0)
             if target.splits is not None:
@@ -202,28 +219,55 @@ class Batch:
             self._known[key] = kinds
         return kinds
 
-    def _kinds(self, source: Node, target: Node, edge: Edge, axis: int) -> Ints:
-        kind, count = self.splits[0].kind, len(self.candidates)
-        if source.placed is not None:
-            left, lefts = [WHOLE, *source.placed.shape.names], self._homes(source.placed)[:, axis, None]
-        else:
-            left = list(self._options(source)[0].results)
-            lefts = np.broadcast_to(np.arange(len(left)), (count, len(left)))
+    def _kinds(self, flow: Flow, edge: Edge, axis: int) -> Ints:
+        kind, count, target = self.splits[0].kind, len(self.candidates), flow.nodes[edge.target]
+        left, lefts = self.results(flow, edge.source, axis)
         if edge.home is not None:
-            needed, needs = [WHOLE, *edge.home.shape.names], self._homes(edge.home)[:, axis, None]
+            needed, homes = self.homes(edge.home, axis)
+            needs = homes[:, None]
         else:
             needed = list(self._options(target)[0].required(edge.operand)) if target.splits is not None else [FREE]
             needs = np.broadcast_to(np.arange(len(needed)), (count, len(needed)))
         table = np.array([[kind(a, b, edge) for b in needed] for a in left], np.int64)
         return table[lefts[:, :, None], needs[:, None, :]]
 
-    def sends(self, flow: Flow, edge: Edge, axis: int) -> Bools:
+    def sends(self, flow: Flow, edge: Edge, axis: int, usable: Usable) -> Bools:
         """For each candidate, whether an edge may need a collective over an axis."""
         key = "sends", edge, axis
         sends: Bools | None = self._known.get(key)
         if sends is None:
-            sends = self._known[key] = np.asarray(self.kinds(flow, edge, axis).any(axis=(1, 2)))
+            sends = self._known[key] = np.asarray(self._usable_kinds(flow, edge, axis, usable).any(axis=(1, 2)))
         return sends
+
+    def share_of_waits(self, flow: Flow, edge: Edge, axis: int, usable: Usable) -> Floats:
+        """For each candidate, the share of a collective over an axis that counts, because those on several operands, or
+        for several homes, may be waited for at the same time: all of it if no other axis sends any, since they then
+        take turns on its links."""
+        node = None if flow.nodes[edge.target].placed is not None else edge.target
+        key = "waits", id(flow), node
+        known: tuple[dict[tuple[int, int], Floats], Bools] | None = self._known.get(key)
+        if known is None:
+            sizes: dict[tuple[int, int], Floats] = {}
+            over = np.zeros((self.count, len(self.candidates)), bool)
+            for e in flow.waited[node]:
+                sends = np.array([self.sends(flow, e, a, usable) for a in range(self.count)])
+                size = np.where(sends.any(axis=0), max(1.0, e.least_bytes), 0.0)
+                sizes[e.target, e.operand] = np.maximum(sizes.get((e.target, e.operand), 0.0), size)
+                over |= sends
+            known = self._known[key] = sizes, over
+        sizes, over = known
+        size, total = sizes[edge.target, edge.operand], np.sum([*sizes.values()], axis=0)
+        share = np.divide(size, total, out=np.ones_like(size), where=total > 0)
+        return np.where(np.delete(over, axis, axis=0).any(axis=0), share, 1.0)
+
+    def _usable_kinds(self, flow: Flow, edge: Edge, axis: int, usable: Usable) -> Ints:
+        """`kinds`, but 0 where an option is not usable."""
+        kinds = self.kinds(flow, edge, axis)
+        if edge.source in usable:
+            kinds = np.where(usable[edge.source][axis][:, :, None], kinds, 0)
+        if edge.target in usable and edge.home is None:
+            kinds = np.where(usable[edge.target][axis][:, None, :], kinds, 0)
+        return kinds
 
     def in_pieces(self, flow: Flow, edges: Sequence[Edge], edge: Edge, axis: int, usable: Usable) -> Bools:
         """True if the collective over an axis on one of the edges that it may serve may be large enough to run in
@@ -235,12 +279,12 @@ class Batch:
         kinds, most = self.kinds(flow, edge, axis), max(edge.sizes.values(), default=0.0)
         summed, gathered = np.ones(len(kinds)), np.ones(len(kinds))
         for other in (n for n in range(self.count) if n != axis):
-            size = self._sizes[:, other]
+            size = self.sizes[:, other]
             summed *= np.where(self._never(flow, (edge.source, None), other, usable, NOT_SPLIT), size, 1.0)
             read = [self._splits_operand(flow, e, other, usable) for e in flow.readers(edges)]
             gathered *= np.where(np.all(read, axis=0), size, 1.0)
         large = [np.array([self.compiler.cuts_in_pieces(most / n) for n in parts]) for parts in (summed, gathered)]
-        if flow.nodes[edge.target].attention is not None:
+        if flow.nodes[edge.target].attention is not None or flow.is_for_homes(edges):
             large[1] = np.zeros_like(large[1])
         by_kind = (np.isin(kinds, SUMS) & large[0][:, None, None], (kinds == GATHERS) & large[1][:, None, None])
         in_pieces: Bools = np.logical_or(*by_kind)
@@ -291,18 +335,46 @@ class Batch:
             self._rates[key] = rate
         return rate
 
-    def _least_bytes(self, sizes: Bytes, axes: Sequence[int]) -> Floats:
-        """Smallest bytes on a device if all other axes split whatever they may."""
+    def _splitting(self, flow: Flow, edge: Edge, usable: Usable) -> Bools:
+        """For [candidate, axis], whether an axis may split a value that an edge sends: at its source, as a part of a
+        sum, or as one of its readers takes it. A lowering uses no other axes for a collective."""
+        key = "splitting", edge
+        known: Bools | None = self._known.get(key)
+        if known is None:
+            ends = [(edge.source, None, None), *((e.target, e.operand, e.home) for e in flow.readers([edge]))]
+            known = self._known[key] = np.array(
+                [np.any([self._may_split(flow, *end, axis, usable) for end in ends], axis=0) for axis in range(self.count)]
+            ).T
+        return known
+
+    def _may_split(
+        self, flow: Flow, number: int, operand: int | None, home: Placed | None, axis: int, usable: Usable
+    ) -> Bools:
+        placed = home or (flow.nodes[number].placed if operand is None else None)
+        if placed is not None:
+            return self._homes(placed)[:, axis] > 0
+        forms = (WHOLE,) if operand is None else (WHOLE, ANY)
+        options, able = self._options(flow.nodes[number])[0], usable.get(number)
+        if able is None:
+            return np.ones(len(self.candidates), bool)
+        given = options.results if operand is None else options.required(operand)
+        split: Bools = np.any(able[axis] & ~np.isin(given, forms), axis=1)
+        return split
+
+    def _least_bytes(self, sizes: Bytes, axes: Sequence[int], splitting: Bools) -> Floats:
+        """Smallest bytes on a device if all other axes split whatever they may; `splitting`: [candidate, axis]."""
         types, index = self._types
         least = np.full(len(self.candidates), np.inf)
         for names, whole in sizes.items():
             touches = np.array([names is None or not names.isdisjoint(dims) for dims, _ in types], bool)
-            parts = np.where(touches[index], self._sizes, 1.0)
+            parts = np.where(touches[index] & splitting, self.sizes, 1.0)
             parts[:, list(axes)] = 1.0
             least = np.minimum(least, whole / parts.prod(axis=1))
         return least
 
-    def wire_seconds(self, edge: Edge, axis: int, joining: Sequence[Bools]) -> Floats:
+    def wire_seconds(
+        self, flow: Flow, edge: Edge, axis: int, joining: Sequence[Bools], usable: Usable
+    ) -> Floats:
         """Seconds on the wire that count for an axis, for [candidate, kind]; `joining`: for each axis, which
         candidates may need other collectives over it from the same source.
 
@@ -310,6 +382,7 @@ class Batch:
         """
         seconds = np.zeros((len(self.candidates), len(KINDS)))
         bytes_of: dict[tuple[int, ...], Floats] = {}
+        splitting = self._splitting(flow, edge, usable)
         for kind in range(1, len(KINDS)):
             part = np.ones(len(self.candidates))
             for axes in self._subsets():
@@ -317,7 +390,7 @@ class Batch:
                     continue
                 for those in (axes, *((n,) for n in axes)):
                     if those not in bytes_of:
-                        bytes_of[those] = self._least_bytes(edge.sizes, those)
+                        bytes_of[those] = self._least_bytes(edge.sizes, those, splitting)
                 whole = np.sum([self._rate(kind, (n,)) * bytes_of[n,] for n in axes], axis=0)
                 joint = self._rate(kind, axes) * bytes_of[axes]
                 # a sum may be pending over further axes from before the source
@@ -332,34 +405,30 @@ class Batch:
         A gather runs over further axes that need one, too; a sum over those over which it is pending, perhaps from
         before a product that they do not split.
         """
-        devices = np.repeat(self._sizes[:, [axis]], len(KINDS), axis=1)
+        devices = np.repeat(self.sizes[:, [axis]], len(KINDS), axis=1)
         for other in (n for n in range(self.count) if n != axis):
             gathers = np.zeros(len(self.candidates), bool)
             for edge in edges:
-                kinds = self.kinds(flow, edge, other)
-                if edge.source in usable:
-                    kinds = np.where(usable[edge.source][other][:, :, None], kinds, 0)
-                if edge.target in usable and edge.home is None:
-                    kinds = np.where(usable[edge.target][other][:, None, :], kinds, 0)
-                gathers |= (kinds == GATHERS).any(axis=(1, 2))
+                gathers |= (self._usable_kinds(flow, edge, other, usable) == GATHERS).any(axis=(1, 2))
             sums = ~self._never(flow, (edges[0].source, None), other, usable, (WHOLE, SUM, FREE))
-            size = self._sizes[:, other]
+            size = self.sizes[:, other]
             devices[:, GATHERS] *= np.where(gathers, size, 1.0)
             devices[:, SUMS] *= np.where(sums, size, 1.0)[:, None]
         return devices
 
-    def shared_out(self, flow: Flow, edge: Edge, needs: Sequence[Bools], usable: Sequence[Bools]) -> Floats:
+    def shared_out(self, flow: Flow, edge: Edge, needs: Sequence[Bools], usable: Usable) -> Floats:
         """Seconds on the wire of the collective on an edge between a variable and a product, for [axis, candidate].
 
         It runs over the axes whose options `needs` it, and over any set of them the sum is no more than its time: each
         axis has what it adds to those before it, in the order that gives most to axes that need it under every usable
         option.
         """
-        seconds = self._wire_of_sets(edge, needs)
+        seconds = self._wire_of_sets(edge, self._splitting(flow, edge, usable))
+        options = usable[edge.target if edge.home is None else edge.source]
         takes = [need.any(axis=1) for need in needs]
         bits = sum(take.astype(int) << axis for axis, take in enumerate(takes))
         of_sets = [seconds[bits & number, np.arange(len(self.candidates))] for number in range(len(seconds))]
-        certain = np.array([(need | ~able).all(axis=1) for need, able in zip(needs, usable, strict=True)])
+        certain = np.array([(need | ~able).all(axis=1) for need, able in zip(needs, options, strict=True)])
         best: Floats = np.zeros(certain.shape)
         for order in permutations(range(self.count)):
             own, before = np.zeros(certain.shape), 0
@@ -375,15 +444,19 @@ class Batch:
             best = np.where(is_better, own, best)
         return best
 
-    def _wire_of_sets(self, edge: Edge, needs: Sequence[Bools]) -> Floats:
+    def _wire_of_sets(self, edge: Edge, splitting: Bools) -> Floats:
         """Lower bounds on the seconds on the wire of a collective over each set of axes, for [set, candidate].
 
         A sum over axes by which the result is not split is gathered again; it may be pending over further axes from
         before the source. Nothing where it may be so small that it is combined with others.
         """
         subsets = [*self._subsets()]
+
+        def least_bytes(axes: Sequence[int]) -> Floats:
+            return self._least_bytes(edge.sizes, axes, splitting)
+
         first = GATHERS if edge.home is None else SUMS[0]
-        alone = np.array([self._rate(first, axes) * self._least_bytes(edge.sizes, axes) for axes in subsets])
+        alone = np.array([self._rate(first, axes) * least_bytes(axes) for axes in subsets])
         seconds = alone
         if edge.home is not None:
             unsplit = self._homes(edge.home) == 0
@@ -399,12 +472,12 @@ class Batch:
                         continue
                     same = np.all([unsplit[:, a] == (a in those) for a in axes], axis=0)
                     split = subsets[number & ~other]
-                    gathered = self._rate(GATHERS, those) * self._least_bytes(edge.sizes, those)
-                    reduced = self._rate(SUMS[1], those) * self._least_bytes(edge.sizes, those)
-                    scattered = self._rate(SUMS[0], split) * self._least_bytes(edge.sizes, axes)
+                    gathered = self._rate(GATHERS, those) * least_bytes(those)
+                    reduced = self._rate(SUMS[1], those) * least_bytes(those)
+                    scattered = self._rate(SUMS[0], split) * least_bytes(axes)
                     again = np.where(same, gathered, again)
                     in_turn = np.where(same, scattered + reduced, in_turn)
                 seconds[number] = np.minimum(seconds[number] + again, in_turn) if number else 0.0
         most = self._by_machine(lambda machine: overhead_seconds(machine, KINDS[first]))
-        least = np.array([self._least_bytes(edge.sizes, axes) for axes in subsets])
+        least = np.array([least_bytes(axes) for axes in subsets])
         return np.where((seconds < most) & (least < THRESHOLD_BYTES), 0.0, seconds)
