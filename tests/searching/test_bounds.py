@@ -202,6 +202,21 @@ def test_a_bound_knows_what_pieces_beside_products_hide() -> None:
         tried(problem, space_of(problem, rng.choice(["v6e-8", "v5e-4", "v5p-8"])), 4, rng)
 
 
+@pytest.mark.parametrize(("mesh", "rules", "least"), [
+    # gradients are summed over three axes; activations would be split along d_model for more bytes than weights take
+    ("data:2;fsdp:8;model:4", "batch:data+fsdp;d_model:fsdp?;length:model?", 0.78),
+    ("data:8;fsdp:8", "batch:data+fsdp;d_model:fsdp?", 0.81),
+    # updated weights are gathered after the last product, in whole
+    ("zero1:64", "batch:zero1;slots/d_model:zero1?", 0.83),
+])  # fmt: skip
+def test_a_bound_knows_what_no_other_split_spares(mesh: str, rules: str, least: float) -> None:
+    config = mtf.models.preset("llama3.1-8b").replace(layers=4, vocab=256)
+    problem = problem_of(lambda: mtf.models.train_step(config, 64, 4096, remat="full"), (), (), ())
+    c = laid((), Slice("v5e-64"), mtf.Mesh(mesh), LayoutRules(rules), problem.named)
+    step = problem.estimate(c).step_seconds
+    assert least * step < problem.bounds.core_time_seconds([c])[0] <= step
+
+
 def test_a_narrow_product_is_not_slowed_down_as_a_wide_one() -> None:
     """Of few columns, it streams while the next weights shift in: nearly all of this step are two of them."""
     problem = problem_of(network(27, 64), (), (), ())

@@ -103,6 +103,7 @@ class Sent:
         assert self.either is not None
         assert self.cut is not None
         assert self.awaited is not None
+        assert self.needless is not None
         in_pieces = np.minimum(share * exposed * self.cut, (1 - share) * self.awaited)
         sent = np.maximum(min(share * exposed, 1 - share) * self.either, in_pieces)
         return np.where(self.needless, LONG, sent)
@@ -213,7 +214,10 @@ class CoreTime:
             place = [*kinds.shape[:2], *(kinds.shape[2] if n == edge.target else 1 for n in targets)]
             hidden = sum(times[n].least for n in flow.attention_beside(edge) if n in times)
             share = batch.share_of_waits(flow, edge, axis, usable)[:, None]
-            whole_wire, group = batch.wire_seconds(flow, edge, axis, joining, usable), batch.most_devices(flow, edges, axis, usable)
+            whole_wire, group = (
+                batch.wire_seconds(flow, edge, axis, joining, usable),
+                batch.most_devices(flow, edges, axis, usable),
+            )
             wire, first, part = (
                 np.take_along_axis(each, kinds.reshape(len(kinds), -1), axis=1).reshape(kinds.shape)
                 for each in (
@@ -306,7 +310,9 @@ class _Exempt:
 def _only(seconds: Floats, usable: Sequence[Bools]) -> Floats:
     """Seconds of joint options, infinite unless the option of each axis is usable."""
     for axis, able in enumerate(usable):
-        seconds = np.where(able.reshape([len(able), *(-1 if m == axis else 1 for m in range(len(usable)))]), seconds, np.inf)
+        seconds = np.where(
+            able.reshape([len(able), *(-1 if m == axis else 1 for m in range(len(usable)))]), seconds, np.inf
+        )
     return seconds
 
 

@@ -210,8 +210,7 @@ class Flow:
 
     @cached_property
     def waited(self) -> Mapping[int | None, Sequence[Edge]]:
-        """The edges on which collectives may be waited for at the same time: those into each node, or all homes (None).
-        """
+        """The edges on which collectives may be waited for at the same time: those into each node, or to all homes."""
         waited: dict[int | None, list[Edge]] = {}
         for edge in (edge for edges in self.apart for edge in edges if not edge.beside):
             waited.setdefault(None if self.nodes[edge.target].placed is not None else edge.target, []).append(edge)

@@ -82,7 +82,7 @@ class NeedlessCollectives:
 
     def _needless_sums(self, number: int, axis: int) -> Bools:
         """Whether another split sends less, for [candidate, option]."""
-        batch, splits, parts = self.batch, self.batch.splits_of(self.flow, number), self.batch.sizes[:, axis]
+        splits, parts = self.batch.splits_of(self.flow, number), self.batch.sizes[:, axis]
         able = self.usable[number][axis]
         needless = np.zeros(able.shape, bool)
         product = self.flow.nodes[number].product
@@ -162,7 +162,8 @@ class NeedlessCollectives:
             if use.home is None and use.node is not None:
                 taken = [e.taken for e in self.flow.edges[use.node] if e.operand == use.operand]
                 splits = self.batch.splits_of(self.flow, use.node)
-                unsplit = [s is None and any(taken or [True]) or (s is not None and s.free) for s in splits]
+                passes = any(taken or [True])
+                unsplit = [passes if s is None else s.free for s in splits]
                 if (self.usable[use.node][axis] & np.array(unsplit)).any():
                     return True
         return False
@@ -198,8 +199,10 @@ class NeedlessCollectives:
     def _sent(self, use: Use, source: int, axis: int, form: str, gathered_bytes: float) -> Floats:
         """The most that a product sends to be split along a dim of an operand, relative to the operand's gather."""
         batch, nothing = self.batch, np.full(len(self.batch.candidates), np.inf)
-        node = None if use.node is None else self.flow.nodes[use.node]
-        if node is None or node.product is None or use.node not in self.usable or not batch.is_plain(node):
+        if use.node is None or use.node not in self.usable:
+            return nothing
+        node = self.flow.nodes[use.node]
+        if node.product is None or not batch.is_plain(node):
             return nothing
         splits = batch.splits_of(self.flow, use.node)
         number = next((n for n, s in enumerate(splits) if s is not None and s.operands[use.operand] == form), None)

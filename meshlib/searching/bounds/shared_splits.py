@@ -244,7 +244,7 @@ class Batch:
         for several homes, may be waited for at the same time: all of it if no other axis sends any, since they then
         take turns on its links."""
         node = None if flow.nodes[edge.target].placed is not None else edge.target
-        key = "waits", id(flow), node
+        key = "waits", flow, node
         known: tuple[dict[tuple[int, int], Floats], Bools] | None = self._known.get(key)
         if known is None:
             sizes: dict[tuple[int, int], Floats] = {}
@@ -343,7 +343,10 @@ class Batch:
         if known is None:
             ends = [(edge.source, None, None), *((e.target, e.operand, e.home) for e in flow.readers([edge]))]
             known = self._known[key] = np.array(
-                [np.any([self._may_split(flow, *end, axis, usable) for end in ends], axis=0) for axis in range(self.count)]
+                [
+                    np.any([self._may_split(flow, *end, axis, usable) for end in ends], axis=0)
+                    for axis in range(self.count)
+                ]
             ).T
         return known
 
@@ -372,9 +375,7 @@ class Batch:
             least = np.minimum(least, whole / parts.prod(axis=1))
         return least
 
-    def wire_seconds(
-        self, flow: Flow, edge: Edge, axis: int, joining: Sequence[Bools], usable: Usable
-    ) -> Floats:
+    def wire_seconds(self, flow: Flow, edge: Edge, axis: int, joining: Sequence[Bools], usable: Usable) -> Floats:
         """Seconds on the wire that count for an axis, for [candidate, kind]; `joining`: for each axis, which
         candidates may need other collectives over it from the same source.
 
