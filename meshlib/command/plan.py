@@ -18,7 +18,7 @@ from meshlib.command.tried_layouts import PlannedLayout, planned
 from meshlib.core.errors import MeshlibError
 from meshlib.core.slices import assumed_figures
 from meshlib.core.text import PRICED, bytes_text, count_text, ending, grid, seconds_text, usd_text, width, wrapped
-from meshlib.estimation import Estimate
+from meshlib.estimation import DeviceMemory, Estimate
 from meshlib.estimation.memory.remedies import Remedy
 from meshlib.estimation.views.rows import Row
 
@@ -33,7 +33,7 @@ def text_of(subject: Subject, where: Slice, plans: Sequence[PlannedLayout]) -> s
     best = plans[0]
     if best.est is None:
         return "\n".join([f"{subject.name} on {where.name}: NOT POSSIBLE", best.fault])
-    parts = ["\n".join(_verdict(subject, best, best.est)), _notes(subject, best, best.est), str(best.run or "")]
+    parts = ["\n".join(_verdict(subject, plans, best.est)), _notes(subject, best, best.est), str(best.run or "")]
     parts.append("\n".join(_causes(best.est)))
     if len(plans) > 1:
         parts.append("\n".join(_ranking(subject, plans)))
@@ -42,8 +42,8 @@ def text_of(subject: Subject, where: Slice, plans: Sequence[PlannedLayout]) -> s
     return "\n\n".join(part for part in parts if part)
 
 
-def _verdict(subject: Subject, plan: PlannedLayout, est: Estimate) -> list[str]:
-    where, memory = est.slice, est.memory
+def _verdict(subject: Subject, plans: Sequence[PlannedLayout], est: Estimate) -> list[str]:
+    plan, where, memory = plans[0], est.slice, est.memory
     over = memory.needed_bytes - memory.capacity_bytes
     fits = "fits" if est.fits else f"DOES NOT FIT, {bytes_text(over)} too much"
     if memory.verdict == "tight":
@@ -56,7 +56,7 @@ def _verdict(subject: Subject, plan: PlannedLayout, est: Estimate) -> list[str]:
     kinds = sorted(((size, kind) for kind, size in memory.by_kind.items() if size), reverse=True)[:3]
     lines += wrapped(", ".join(f"{bytes_text(size)} {kind}" for size, kind in kinds), "  most of it ", " ")
     if memory.verdict != "yes":
-        lines += [*_state_line(est), *_remedies(subject, est)]
+        lines += [*_state_line(est), *_remedies(subject, est), *_safer(plans, memory)]
     lines.append(f"  step       {seconds_text(est.step_seconds)}*, MFU {est.mfu:.1%}*{_rates(subject, est)}")
     shares = sorted(est.bound_seconds.items(), key=lambda item: -item[1])[:3]
     named = ", ".join(f"{name} {seconds / est.step_seconds:.0%}" for name, seconds in shares if seconds)
@@ -80,6 +80,17 @@ def _verdict(subject: Subject, plan: PlannedLayout, est: Estimate) -> list[str]:
     for line in assumed_figures([est.slice]):
         lines += wrapped(line, "  chip       ", ",")
     return lines
+
+
+def _safer(plans: Sequence[PlannedLayout], best: DeviceMemory) -> list[str]:
+    """Beside a best plan that is tight, the fastest of which a whole run fits."""
+    estimates = ((plan, plan.est) for plan in plans[1:] if best.verdict == "tight" and plan.est is not None)
+    for plan, est in estimates:
+        if est.memory.verdict == "yes":
+            chosen = "".join(f", {name} {value}" for name, value in plan.choices.items())
+            text = f"{plan.name} on {plan.mesh}{chosen}: {seconds_text(est.step_seconds)}* a step, a whole run fits"
+            return wrapped(text, "  safer      ", " ")
+    return []
 
 
 def _price(subject: Subject, est: Estimate) -> str:

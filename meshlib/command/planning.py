@@ -140,6 +140,8 @@ def _usual_plans(
                 break
     subject, plans = min(tried, key=lambda each: each[1][0].order)
     plans[0] = timed(subject, where, plans[0], asked)
+    if (memory := plans[0].memory) is not None and memory.verdict == "tight" and not args.remat:
+        plans = sorted(with_more_rematerialisation(subject, where, plans), key=lambda plan: plan.order)
     if args.layout and plans[0].est is None:
         raise GraphError(plans[0].fault)
     if subject is not first:

@@ -8,7 +8,7 @@ from typing import Any
 
 from layouts import Dimension
 from meshlib import layers, optimize
-from meshlib.core.arguments import at, flag, whole
+from meshlib.core.arguments import at, divisors_near, flag, whole
 from meshlib.core.errors import GraphError, nearest
 from meshlib.core.garbage import uncollected
 from meshlib.core.graph import Operation, Tensor, scope
@@ -204,7 +204,7 @@ def _accumulated(
     if batch.size % accumulation:
         raise GraphError(
             f"{at('train_step')}: accumulation must divide the batch: {batch.size} % {accumulation} = "
-            f"{batch.size % accumulation}"
+            f"{batch.size % accumulation}; use {divisors_near(batch.size, accumulation)}"
         )
     features = {name: input(name, [batch, length], "int32") for name in ("tokens", "targets")}
     small = Dimension("batch", batch.size // accumulation)

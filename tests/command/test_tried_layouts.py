@@ -11,8 +11,9 @@ import meshlib as mtf
 from hardware.chips import CHIPS
 from hardware.slices import Slice
 from meshlib.command.choices import REMAT
+from meshlib.command.plan import text_of
 from meshlib.command.subject import of_model
-from meshlib.command.tried_layouts import planned, plans_of
+from meshlib.command.tried_layouts import planned, plans_of, with_more_rematerialisation
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral-8x7b"])
@@ -34,3 +35,22 @@ def test_no_layout_fits_if_a_plan_does_not(name: str) -> None:
         else:
             most = [p.memory.needed_bytes for p in each if p.memory is not None and p.choices["remat"] == REMAT[0]]
             assert best.memory.needed_bytes <= min(most)
+
+
+def test_beside_a_tight_plan_the_fastest_of_which_a_whole_run_fits_is_named() -> None:
+    config = mtf.models.preset("gpt2").replace(layers=2, vocab=4096, heads=8)
+    subject = of_model(config, {"batch": 64, "length": 1024}, {}, mtf.XLA_TPU, given_batch=True)
+    layouts = [("fsdp", "fsdp:8"), ("tensor", "tensor:8")]
+    fastest = planned(subject, Slice("v5e-8"), *layouts[0], remat="none").est
+    assert fastest is not None
+    for capacity, verdict in ((fastest.memory.run_bytes - 1, "tight"), (2 * fastest.memory.run_bytes, "yes")):
+        chip = replace(CHIPS["v5e"], name="test", hbm_bytes=int(capacity), hbm_reserved_bytes=0)
+        where = Slice("test-8", chip)
+        plans = plans_of(subject, where, layouts, None)
+        assert plans[0].memory is not None
+        assert plans[0].memory.verdict == verdict
+        plans = sorted(with_more_rematerialisation(subject, where, plans), key=lambda plan: plan.order)
+        safe = [plan for plan in plans if plan.est is not None and plan.est.memory.verdict == "yes"]
+        named = [f"  safer      fsdp on fsdp:8, remat {safe[0].choices['remat']}: "] if verdict == "tight" else []
+        lines = [line for line in text_of(subject, where, plans).splitlines() if "safer" in line]
+        assert [line[: len(name)] for line, name in zip(lines, named, strict=True)] == named

@@ -228,7 +228,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "accumulation not dividing": (
         lambda: models.train_step(LLAMA, 4, 8, accumulation=3),
-        "accumulation must divide the batch: 4 % 3 = 1",
+        "accumulation must divide the batch: 4 % 3 = 1; use 2 or 4",
     ),
     # decode
     "decode cache 0": (lambda: models.decode_step(TINY, 2, 0), "cache_length must be at least 1, got 0"),
