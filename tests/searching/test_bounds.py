@@ -206,6 +206,8 @@ def test_a_bound_knows_what_pieces_beside_products_hide() -> None:
     # gradients are summed over three axes; activations would be split along d_model for more bytes than weights take
     ("data:2;fsdp:8;model:4", "batch:data+fsdp;d_model:fsdp?;length:model?", 0.78),
     ("data:8;fsdp:8", "batch:data+fsdp;d_model:fsdp?", 0.81),
+    # no other axis splits the weights that one gathers
+    ("fsdp:4;length:16", "batch:fsdp;d_model:fsdp?;length:length;slots/d_model:length?;slots/d_model:fsdp?", 0.597),
     # updated weights are gathered after the last product, in whole
     ("zero1:64", "batch:zero1;slots/d_model:zero1?", 0.83),
 ])  # fmt: skip

@@ -26,7 +26,8 @@ import numpy as np
 from meshlib.searching.bounds.dataflow import Edge, Flow
 from meshlib.searching.bounds.min_sum import Table
 from meshlib.searching.bounds.needless_collectives import NeedlessCollectives
-from meshlib.searching.bounds.shared_splits import GATHERS, SUMS, Batch, Bools, Floats, Ints, Usable
+from meshlib.searching.bounds.shared_splits import GATHERS, SUMS, Bools, Floats, Ints, Usable
+from meshlib.searching.bounds.shared_times import TimedBatch
 
 LONG = 1e6  # seconds: of options that an axis does not have
 MOST_TARGETS = 3  # targets of one node that are bounded jointly
@@ -113,7 +114,7 @@ class Sent:
 class CoreTime:
     """Core time of some candidates with the same number of axes."""
 
-    batch: Batch
+    batch: TimedBatch
 
     def seconds(self, flow: Flow, element_seconds: Floats) -> Floats:
         """Lower bounds on the seconds of a program, whose element-wise kernels take at least `element_seconds`."""
@@ -274,7 +275,7 @@ class _Exempt:
         before another product that is the first, or in pieces beside the last; `last`: at most after the last.
     """
 
-    def __init__(self, flow: Flow, batch: Batch) -> None:
+    def __init__(self, flow: Flow, batch: TimedBatch) -> None:
         self.flow, self.batch = flow, batch
         self.before: dict[int, Floats] = {}
         self.after: tuple[dict[int, Floats], dict[int, Floats]] = ({}, {})  # whole, in pieces

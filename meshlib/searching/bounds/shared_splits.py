@@ -6,10 +6,10 @@ splits that any candidate may have over any axis, and none (`node_splits`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import permutations, product
+from itertools import product
 from math import prod
 from typing import Any, TypeAlias
 
@@ -17,9 +17,8 @@ import numpy as np
 
 from meshlib.core.compiler import Compiler
 from meshlib.estimation.time.physics import Physics
-from meshlib.estimation.work.combined_collectives import THRESHOLD_BYTES
-from meshlib.searching.bounds.collectives import GATHER, REDUCE, SCATTER, Machine, overhead_seconds, wire_seconds
-from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, Node, Placed, Split
+from meshlib.searching.bounds.collectives import GATHER, REDUCE, SCATTER, Machine
+from meshlib.searching.bounds.dataflow import Edge, Flow, Node, Placed, Split
 from meshlib.searching.bounds.node_splits import ANY, FREE, KINDS, SUM, WHOLE, NodeSplits, Options, ProductTraffic
 from meshlib.searching.renamed_dims import Passages
 from meshlib.searching.space import Candidate
@@ -46,7 +45,6 @@ class Batch:
     compiler: Compiler
     shared: dict[object, Any] = field(default_factory=dict)
     _known: dict[object, Any] = field(default_factory=dict)
-    _rates: dict[tuple[int, tuple[int, ...]], Floats] = field(default_factory=dict)
 
     @cached_property
     def splits(self) -> Sequence[NodeSplits]:
@@ -66,7 +64,7 @@ class Batch:
         return distinct, np.array([distinct.index(machine) for machine in machines])
 
     @cached_property
-    def _types(self) -> tuple[list[tuple[frozenset[str], int]], Ints]:
+    def types(self) -> tuple[list[tuple[frozenset[str], int]], Ints]:
         """The distinct (dims, size) of axes, and the index for [candidate, axis]."""
         keys = [[(dims, size) for _, dims, size in s.axes] for s in self.splits]
         numbers: dict[tuple[frozenset[str], int], int] = {}
@@ -78,14 +76,14 @@ class Batch:
         """The size of [candidate, axis]."""
         return np.array([s.group for s in self.splits], float).reshape(len(self.candidates), -1)
 
-    def _by_machine(self, value: Callable[[Machine], float]) -> Floats:
+    def by_machine(self, value: Callable[[Machine], float]) -> Floats:
         """A figure of each candidate's machine."""
         distinct, index = self._machines
         return np.array([value(machine) for machine in distinct])[index]
 
     # ------------------------------------------------------------ nodes
 
-    def _options(self, node: Node) -> tuple[Options, Bools]:
+    def options_of(self, node: Node) -> tuple[Options, Bools]:
         """The options of a node, and whether [candidate, axis, option] is possible."""
         known: tuple[Options, Bools] | None = self._known.get(node)
         if known is None:
@@ -103,7 +101,7 @@ class Batch:
 
     def splits_of(self, flow: Flow, number: int) -> Sequence[Split | None]:
         """The split of each option of a node."""
-        return self._options(flow.nodes[number])[0].splits
+        return self.options_of(flow.nodes[number])[0].splits
 
     def options(self, flow: Flow, number: int) -> int:
         """The number of options of a node."""
@@ -114,7 +112,7 @@ class Batch:
         node = flow.nodes[number]
         if node.attention is None and node.product is None:
             return None
-        options, possible = self._options(node)
+        options, possible = self.options_of(node)
         distinct, index = self._machines
         own = []
         for place, (_, sizes, _) in enumerate(distinct):
@@ -182,7 +180,7 @@ class Batch:
 
     # ------------------------------------------------------------ edges
 
-    def _homes(self, placed: Placed) -> Ints:
+    def homes_of(self, placed: Placed) -> Ints:
         """The dim along which [candidate, axis] splits a placed value, counted from 1; 0: none."""
         known: Ints | None = self._known.get(placed)
         if known is None:
@@ -193,7 +191,7 @@ class Batch:
 
     def homes(self, placed: Placed, axis: int) -> tuple[Sequence[str], Ints]:
         """The forms that a placed value may have, and the number of each candidate's over an axis."""
-        return [WHOLE, *placed.shape.names], self._homes(placed)[:, axis]
+        return [WHOLE, *placed.shape.names], self.homes_of(placed)[:, axis]
 
     def results(self, flow: Flow, number: int, axis: int) -> tuple[Sequence[str], Ints]:
         """The forms that a node's result may have, and the number of the one for [candidate, option] over an axis."""
@@ -201,7 +199,7 @@ class Batch:
         if node.placed is not None:
             forms, at = self.homes(node.placed, axis)
             return forms, at[:, None]
-        forms = self._options(node)[0].results
+        forms = self.options_of(node)[0].results
         return forms, np.broadcast_to(np.arange(len(forms)), (len(self.candidates), len(forms)))
 
     def kinds(self, flow: Flow, edge: Edge, axis: int) -> Ints:
@@ -213,9 +211,9 @@ class Batch:
             source, target = flow.nodes[edge.source], flow.nodes[edge.target]
             kinds = self._kinds(flow, edge, axis)
             if source.splits is not None:
-                kinds = np.where(self._options(source)[1][:, axis, :, None], kinds, 0)
+                kinds = np.where(self.options_of(source)[1][:, axis, :, None], kinds, 0)
             if target.splits is not None:
-                kinds = np.where(self._options(target)[1][:, axis, None, :], kinds, 0)
+                kinds = np.where(self.options_of(target)[1][:, axis, None, :], kinds, 0)
             self._known[key] = kinds
         return kinds
 
@@ -226,7 +224,7 @@ class Batch:
             needed, homes = self.homes(edge.home, axis)
             needs = homes[:, None]
         else:
-            needed = list(self._options(target)[0].required(edge.operand)) if target.splits is not None else [FREE]
+            needed = list(self.options_of(target)[0].required(edge.operand)) if target.splits is not None else [FREE]
             needs = np.broadcast_to(np.arange(len(needed)), (count, len(needed)))
         table = np.array([[kind(a, b, edge) for b in needed] for a in left], np.int64)
         return table[lefts[:, :, None], needs[:, None, :]]
@@ -236,31 +234,10 @@ class Batch:
         key = "sends", edge, axis
         sends: Bools | None = self._known.get(key)
         if sends is None:
-            sends = self._known[key] = np.asarray(self._usable_kinds(flow, edge, axis, usable).any(axis=(1, 2)))
+            sends = self._known[key] = np.asarray(self.usable_kinds(flow, edge, axis, usable).any(axis=(1, 2)))
         return sends
 
-    def share_of_waits(self, flow: Flow, edge: Edge, axis: int, usable: Usable) -> Floats:
-        """For each candidate, the share of a collective over an axis that counts, because those on several operands, or
-        for several homes, may be waited for at the same time: all of it if no other axis sends any, since they then
-        take turns on its links."""
-        node = None if flow.nodes[edge.target].placed is not None else edge.target
-        key = "waits", flow, node
-        known: tuple[dict[tuple[int, int], Floats], Bools] | None = self._known.get(key)
-        if known is None:
-            sizes: dict[tuple[int, int], Floats] = {}
-            over = np.zeros((self.count, len(self.candidates)), bool)
-            for e in flow.waited[node]:
-                sends = np.array([self.sends(flow, e, a, usable) for a in range(self.count)])
-                size = np.where(sends.any(axis=0), max(1.0, e.least_bytes), 0.0)
-                sizes[e.target, e.operand] = np.maximum(sizes.get((e.target, e.operand), 0.0), size)
-                over |= sends
-            known = self._known[key] = sizes, over
-        sizes, over = known
-        size, total = sizes[edge.target, edge.operand], np.sum([*sizes.values()], axis=0)
-        share = np.divide(size, total, out=np.ones_like(size), where=total > 0)
-        return np.where(np.delete(over, axis, axis=0).any(axis=0), share, 1.0)
-
-    def _usable_kinds(self, flow: Flow, edge: Edge, axis: int, usable: Usable) -> Ints:
+    def usable_kinds(self, flow: Flow, edge: Edge, axis: int, usable: Usable) -> Ints:
         """`kinds`, but 0 where an option is not usable."""
         kinds = self.kinds(flow, edge, axis)
         if edge.source in usable:
@@ -280,7 +257,7 @@ class Batch:
         summed, gathered = np.ones(len(kinds)), np.ones(len(kinds))
         for other in (n for n in range(self.count) if n != axis):
             size = self.sizes[:, other]
-            summed *= np.where(self._never(flow, (edge.source, None), other, usable, NOT_SPLIT), size, 1.0)
+            summed *= np.where(self.never(flow, (edge.source, None), other, usable, NOT_SPLIT), size, 1.0)
             read = [self._splits_operand(flow, e, other, usable) for e in flow.readers(edges)]
             gathered *= np.where(np.all(read, axis=0), size, 1.0)
         large = [np.array([self.compiler.cuts_in_pieces(most / n) for n in parts]) for parts in (summed, gathered)]
@@ -293,17 +270,17 @@ class Batch:
     def _splits_operand(self, flow: Flow, edge: Edge, axis: int, usable: Usable) -> Bools:
         """For each candidate, True if an axis splits the value at the end of an edge under any usable option."""
         if edge.home is not None:
-            split: Bools = self._homes(edge.home)[:, axis] > 0
+            split: Bools = self.homes_of(edge.home)[:, axis] > 0
             return split
-        return self._never(flow, (edge.target, edge.operand), axis, usable, NOT_SPLIT)
+        return self.never(flow, (edge.target, edge.operand), axis, usable, NOT_SPLIT)
 
-    def _never(self, flow: Flow, of: tuple[int, int | None], axis: int, usable: Usable, forms: Sequence[str]) -> Bools:
+    def never(self, flow: Flow, of: tuple[int, int | None], axis: int, usable: Usable, forms: Sequence[str]) -> Bools:
         """For each candidate, True if no usable option of a node gives an operand, or its result (None), one of some
         forms over an axis."""
         number, operand = of
         if number not in usable:
             return np.zeros(len(self.candidates), bool)
-        options, _ = self._options(flow.nodes[number])
+        options, _ = self.options_of(flow.nodes[number])
         given = options.results if operand is None else options.required(operand)
         some: Bools = np.any(usable[number][axis] & np.isin(given, forms), axis=1)
         return ~some
@@ -312,173 +289,7 @@ class Batch:
         """For each axis, whether the collective on an edge between a variable and a product runs over it, for
         [candidate, option of the product]."""
         node = flow.nodes[edge.target if edge.home is None else edge.source]
-        _, possible = self._options(node)
+        _, possible = self.options_of(node)
         wanted = (GATHERS,) if edge.home is None else SUMS
         each = [self.kinds(flow, edge, axis) for axis in range(self.count)]
         return [np.isin(kinds.reshape(len(kinds), -1), wanted) & possible[:, axis] for axis, kinds in enumerate(each)]
-
-    # ------------------------------------------------------------ seconds of collectives
-
-    def _subsets(self) -> Iterator[tuple[int, ...]]:
-        """All sets of axes, by their bits."""
-        axes = range(self.count)
-        return (tuple(axis for axis in axes if bits >> axis & 1) for bits in range(1 << self.count))
-
-    def _rate(self, kind: int, axes: Sequence[int]) -> Floats:
-        """Seconds on the wire per byte of a collective over some axes."""
-        key = kind, tuple(axes)
-        rate = self._rates.get(key)
-        if rate is None:
-            rate = np.zeros(len(self.candidates))
-            if axes and not self.compiler.offloads(KINDS[kind], self.candidates[0].slice.chip):
-                rate = self._by_machine(lambda machine: wire_seconds(machine, axes, KINDS[kind]))
-            self._rates[key] = rate
-        return rate
-
-    def _splitting(self, flow: Flow, edge: Edge, usable: Usable) -> Bools:
-        """For [candidate, axis], whether an axis may split a value that an edge sends: at its source, as a part of a
-        sum, or as one of its readers takes it. A lowering uses no other axes for a collective."""
-        key = "splitting", edge
-        known: Bools | None = self._known.get(key)
-        if known is None:
-            ends = [(edge.source, None, None), *((e.target, e.operand, e.home) for e in flow.readers([edge]))]
-            known = self._known[key] = np.array(
-                [
-                    np.any([self._may_split(flow, *end, axis, usable) for end in ends], axis=0)
-                    for axis in range(self.count)
-                ]
-            ).T
-        return known
-
-    def _may_split(
-        self, flow: Flow, number: int, operand: int | None, home: Placed | None, axis: int, usable: Usable
-    ) -> Bools:
-        placed = home or (flow.nodes[number].placed if operand is None else None)
-        if placed is not None:
-            return self._homes(placed)[:, axis] > 0
-        forms = (WHOLE,) if operand is None else (WHOLE, ANY)
-        options, able = self._options(flow.nodes[number])[0], usable.get(number)
-        if able is None:
-            return np.ones(len(self.candidates), bool)
-        given = options.results if operand is None else options.required(operand)
-        split: Bools = np.any(able[axis] & ~np.isin(given, forms), axis=1)
-        return split
-
-    def _least_bytes(self, sizes: Bytes, axes: Sequence[int], splitting: Bools) -> Floats:
-        """Smallest bytes on a device if all other axes split whatever they may; `splitting`: [candidate, axis]."""
-        types, index = self._types
-        least = np.full(len(self.candidates), np.inf)
-        for names, whole in sizes.items():
-            touches = np.array([names is None or not names.isdisjoint(dims) for dims, _ in types], bool)
-            parts = np.where(touches[index] & splitting, self.sizes, 1.0)
-            parts[:, list(axes)] = 1.0
-            least = np.minimum(least, whole / parts.prod(axis=1))
-        return least
-
-    def wire_seconds(self, flow: Flow, edge: Edge, axis: int, joining: Sequence[Bools], usable: Usable) -> Floats:
-        """Seconds on the wire that count for an axis, for [candidate, kind]; `joining`: for each axis, which
-        candidates may need other collectives over it from the same source.
-
-        A collective over more axes has more links; it counts for each in proportion to its time over that one alone.
-        """
-        seconds = np.zeros((len(self.candidates), len(KINDS)))
-        bytes_of: dict[tuple[int, ...], Floats] = {}
-        splitting = self._splitting(flow, edge, usable)
-        for kind in range(1, len(KINDS)):
-            part = np.ones(len(self.candidates))
-            for axes in self._subsets():
-                if axis not in axes:
-                    continue
-                for those in (axes, *((n,) for n in axes)):
-                    if those not in bytes_of:
-                        bytes_of[those] = self._least_bytes(edge.sizes, those, splitting)
-                whole = np.sum([self._rate(kind, (n,)) * bytes_of[n,] for n in axes], axis=0)
-                joint = self._rate(kind, axes) * bytes_of[axes]
-                # a sum may be pending over further axes from before the source
-                able = kind in SUMS or np.all([joining[n] for n in axes], axis=0)
-                part = np.minimum(part, np.divide(joint, whole, out=np.ones_like(whole), where=able & (whole > 0)))
-            seconds[:, kind] = part * self._rate(kind, (axis,)) * bytes_of[axis,]
-        return seconds
-
-    def most_devices(self, flow: Flow, edges: Sequence[Edge], axis: int, usable: Usable) -> Floats:
-        """The most devices of a gather or sum over an axis that serves some edges, and so pieces: [candidate, kind].
-
-        A gather runs over further axes that need one, too; a sum over those over which it is pending, perhaps from
-        before a product that they do not split.
-        """
-        devices = np.repeat(self.sizes[:, [axis]], len(KINDS), axis=1)
-        for other in (n for n in range(self.count) if n != axis):
-            gathers = np.zeros(len(self.candidates), bool)
-            for edge in edges:
-                gathers |= (self._usable_kinds(flow, edge, other, usable) == GATHERS).any(axis=(1, 2))
-            sums = ~self._never(flow, (edges[0].source, None), other, usable, (WHOLE, SUM, FREE))
-            size = self.sizes[:, other]
-            devices[:, GATHERS] *= np.where(gathers, size, 1.0)
-            devices[:, SUMS] *= np.where(sums, size, 1.0)[:, None]
-        return devices
-
-    def shared_out(self, flow: Flow, edge: Edge, needs: Sequence[Bools], usable: Usable) -> Floats:
-        """Seconds on the wire of the collective on an edge between a variable and a product, for [axis, candidate].
-
-        It runs over the axes whose options `needs` it, and over any set of them the sum is no more than its time: each
-        axis has what it adds to those before it, in the order that gives most to axes that need it under every usable
-        option.
-        """
-        seconds = self._wire_of_sets(edge, self._splitting(flow, edge, usable))
-        options = usable[edge.target if edge.home is None else edge.source]
-        takes = [need.any(axis=1) for need in needs]
-        bits = sum(take.astype(int) << axis for axis, take in enumerate(takes))
-        of_sets = [seconds[bits & number, np.arange(len(self.candidates))] for number in range(len(seconds))]
-        certain = np.array([(need | ~able).all(axis=1) for need, able in zip(needs, options, strict=True)])
-        best: Floats = np.zeros(certain.shape)
-        for order in permutations(range(self.count)):
-            own, before = np.zeros(certain.shape), 0
-            for axis in order:
-                own[axis] = np.maximum(of_sets[before | 1 << axis] - of_sets[before], 0.0)
-                before |= 1 << axis
-            part = np.ones(len(self.candidates))
-            for axes, most in zip(self._subsets(), of_sets, strict=True):
-                total = own[list(axes)].sum(axis=0)
-                part = np.minimum(part, np.divide(most, total, out=np.ones_like(part), where=total > 0))
-            own = own * part
-            is_better = (own * (1 + certain)).sum(axis=0) > (best * (1 + certain)).sum(axis=0)
-            best = np.where(is_better, own, best)
-        return best
-
-    def _wire_of_sets(self, edge: Edge, splitting: Bools) -> Floats:
-        """Lower bounds on the seconds on the wire of a collective over each set of axes, for [set, candidate].
-
-        A sum over axes by which the result is not split is gathered again; it may be pending over further axes from
-        before the source. Nothing where it may be so small that it is combined with others.
-        """
-        subsets = [*self._subsets()]
-
-        def least_bytes(axes: Sequence[int]) -> Floats:
-            return self._least_bytes(edge.sizes, axes, splitting)
-
-        first = GATHERS if edge.home is None else SUMS[0]
-        alone = np.array([self._rate(first, axes) * least_bytes(axes) for axes in subsets])
-        seconds = alone
-        if edge.home is not None:
-            unsplit = self._homes(edge.home) == 0
-            seconds = np.array([
-                np.min([alone[m] for m in range(len(subsets)) if m & n == n], axis=0) if n else alone[0]
-                for n in range(len(subsets))
-            ])  # fmt: skip
-            for number, axes in enumerate(subsets):
-                again = np.zeros(len(self.candidates))
-                in_turn = np.zeros(len(self.candidates))
-                for other, those in enumerate(subsets):  # the axes of the set by which the result is not split
-                    if other & ~number:
-                        continue
-                    same = np.all([unsplit[:, a] == (a in those) for a in axes], axis=0)
-                    split = subsets[number & ~other]
-                    gathered = self._rate(GATHERS, those) * least_bytes(those)
-                    reduced = self._rate(SUMS[1], those) * least_bytes(those)
-                    scattered = self._rate(SUMS[0], split) * least_bytes(axes)
-                    again = np.where(same, gathered, again)
-                    in_turn = np.where(same, scattered + reduced, in_turn)
-                seconds[number] = np.minimum(seconds[number] + again, in_turn) if number else 0.0
-        most = self._by_machine(lambda machine: overhead_seconds(machine, KINDS[first]))
-        least = np.array([least_bytes(axes) for axes in subsets])
-        return np.where((seconds < most) & (least < THRESHOLD_BYTES), 0.0, seconds)
