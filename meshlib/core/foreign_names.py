@@ -205,7 +205,7 @@ OF_TRANSFORMERS = {
     **dict.fromkeys(("Vocabulary", "T2tVocabulary", "get_t2t_vocabulary"), "mtf.BytePairs"),
     "DenseReluDense": "mtf.layers.dense_relu_dense(x, ...)",
     "PlacementMeshImpl": _LOWERED,
-    "annealed_dropout": "mtf.dropout(x, keep_prob), with a keep_prob of your own for each phase of the training",
+    "annealed_dropout": "mtf.dropout(x, is_training, keep_prob), with a keep_prob of your own for each phase",
     "autoregressive_inputs": "mtf.shift(targets, 1, dim, wrap=False)",
     "get_variable_dtype": "mtf.Numerics(variable, slice, activation, precision)",
     "pack_dataset": "mtf.texts_in_rows(...)",
@@ -213,7 +213,7 @@ OF_TRANSFORMERS = {
     "reversible_half_residual_and_swap": "mtf.recompute_grad(fn, inputs), which keeps the inputs alone",
     "shift_targets": "mtf.shift(targets, 1, dim, wrap=False)",
     "sinusoid_positional_embedding_weights": "mtf.layers.sinusoidal_positions(...)",
-    "sublayer_dropout": "mtf.dropout(x, keep_prob)",
+    "sublayer_dropout": "mtf.dropout(x, is_training, keep_prob)",
     "sublayer_rms_norm": "mtf.layers.rms_norm(x, ...)",
     "sublayer_true_layer_norm": "mtf.layers.layer_norm(x, ...)",
 }  # fmt: skip
