@@ -234,19 +234,37 @@ def test_stages_of_a_collective_follow_each_other_and_have_the_name_of_what_they
     assert {(c.op_name, c.source) for c in found} == {("jit(f)/wi/grad/dot_general", "m.py:3")}
 
 
-MOVES = {
-    "send": "(f32[8,8]{1,0}, u32[], token[]) send(%p, %t), channel_id=1, frontend_attributes={PAIRS={{0,1},{1,2}}}",
-    "quoted": '(f32[8,8]{1,0}, u32[], token[]) send(%p, %t), channel_id=1, frontend_attributes={PAIRS="{{0,1},{1,2}}"}',
-    "broadcast": "f32[8,8]{1,0} collective-broadcast(%p), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}",
-}
+MOVES = {  # instructions; the pairs of devices; whether the devices go on meanwhile; bytes sent
+    "send": (
+        "(f32[8,8]{1,0}, u32[], token[]) send(%p, %t), channel_id=1, frontend_attributes={PAIRS={{0,1},{1,2}}}",
+        ((0, 1), (1, 2)), True, 256,
+    ),
+    "quoted": (
+        '(f32[8,8]{1,0}, u32[], token[]) send(%p, %t), channel_id=1, frontend_attributes={PAIRS="{{0,1},{1,2}}"}',
+        ((0, 1), (1, 2)), True, 256,
+    ),
+    "broadcast": (
+        "f32[8,8]{1,0} collective-broadcast(%p), channel_id=1, replica_groups={{0,1,2},{4,5,6}}",
+        ((0, 1), (0, 2), (4, 5), (4, 6)), False, 256,
+    ),
+    "to itself": (
+        "f32[8,8]{1,0} collective-permute(%p), channel_id=1, source_target_pairs={{0,0},{1,1}}",
+        ((0, 0), (1, 1)), False, 0,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("move", MOVES)
 def test_blocks_that_a_device_sends_to_others(move: str) -> None:
-    moved = MOVES[move].replace("PAIRS", "_xla_send_recv_source_target_pairs")
+    moved, pairs, is_async, sent_bytes = MOVES[move]
+    moved = moved.replace("PAIRS", "_xla_send_recv_source_target_pairs")
     text = f"HloModule m, num_partitions=8\n\nENTRY %main (p: f32[8,8]) -> f32[8,8] {{\n  ROOT %r = {moved}\n}}\n"
+    (parsed,) = collectives_of(parse(text))
+    assert (parsed.groups, parsed.is_async) == (pairs, is_async)
     (c,) = mtf.jax.explain(text, "v5e-8", mesh="x:2;y:4").collectives
-    assert (c.kind, c.axes, c.payload_bytes, c.sent_bytes) == ("collective_permute", ("y",), 256, 256)
+    assert (c.kind, c.payload_bytes, c.sent_bytes) == ("collective_permute", 256, sent_bytes)
+    if sent_bytes:
+        assert c.axes == ("y",)
 
 
 def test_attributes_of_kernels_go_on_in_further_lines() -> None:

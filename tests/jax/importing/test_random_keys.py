@@ -67,7 +67,7 @@ def test_numbers_are_equal_where_those_of_jax_are(seed):
     assert pattern(mtf.on_jax(program).step(**graph.feeds(*given)).values()) == expected
 
 
-@pytest.mark.parametrize(("step", "expected"), [(5, [0, 0, 2, 3, 3, 5]), (3, [0, 0, 2, 3, 0, 0])])
+@pytest.mark.parametrize(("step", "expected"), [(5, [0, 0, 2, 3, 3, 5, 0]), (3, [0, 0, 2, 3, 0, 0, 0])])
 def test_keys_that_are_numbered_by_an_argument(step, expected):
     """As dropout is, whose keys are `fold_in(key, step)`, beside keys of other numbers."""
 
@@ -78,13 +78,33 @@ def test_keys_that_are_numbered_by_an_argument(step, expected):
         def trip(count, _):
             return count + 1, numbers(count)
 
+        apart = jax.checkpoint(numbers)  # in a body of its own
         later = lax.scan(trip, step + 1, None, length=2)[1]
-        return numbers(step), jax.checkpoint(numbers)(step), later, numbers(2 * step - 3), numbers(3)
+        return apart(step), apart(step), later, numbers(2 * step - 3), numbers(3), apart(step)
 
     given = np.float32(0), jax.random.key(7), np.uint32(step)
     graph = mtf.from_jax(draws, *given)
     drawn = mtf.simulate(mtf.lower(graph.outputs)).step(**graph.feeds(*given)).values()
     assert pattern(drawn) == pattern(draws(*given)) == expected
+
+
+def of_two_kinds(w, key, step):
+    """Bits and normal numbers, which JAX computes from bits, whose keys are equal if `step` is 3."""
+    return w + jax.random.normal(jax.random.fold_in(key, step), (3,)), jax.random.bits(jax.random.fold_in(key, 3), (3,))
+
+
+def of_a_changing_key(w, key, step):
+    def trip(key, n):
+        both = [jax.random.normal(jax.random.fold_in(key, number), (3,)) for number in (step, 3)]
+        return jax.random.fold_in(key, n), w + jnp.stack(both)
+
+    return lax.scan(trip, key, jnp.stack([step, step * 2, step + 1]))[1]
+
+
+@pytest.mark.parametrize("draws", [of_two_kinds, of_a_changing_key])
+def test_draws_whose_keys_are_not_told_apart_by_numbers_are_refused(draws):
+    with pytest.raises(NotImported, match="or for another distribution"):
+        mtf.from_jax(draws, np.float32(0), jax.random.key(7), np.uint32(5))
 
 
 def in_a_trip(inside, outside):
@@ -138,6 +158,7 @@ REFUSED |= {
 DISTINCT = {
     "split before": lambda w, key: (w + numbers(by_hand(key)), carried()(jax.random.split(by_hand(key))[0])),
     "folded": in_a_trip(carried(), lambda key: jax.random.fold_in(key, 7)),
+    "another distribution": lambda w, key: (w + carried()(key), jax.random.uniform(by_hand(key), (3,))),
     "another child": in_a_trip(carried(), lambda key: by_hand(jax.random.split(key, 4)[3])),
 }
 

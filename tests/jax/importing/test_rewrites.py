@@ -28,7 +28,8 @@ def convolved(x, kernel, strides, pads, **of):
 def rotated(x, y):
     z = lax.complex(x[..., ::2], x[..., 1::2]) * jnp.exp(1j * jnp.outer(jnp.arange(6), 10.0 ** -jnp.arange(4)))
     both = jnp.concatenate([z, z.conj() / (2 + y[..., :4])], -1)
-    return jnp.stack([both.real, both.imag], -1).sum(-1) + jnp.abs(both)
+    product = jnp.prod(1 + 0.1 * z, axis=(0, 2))[:, None]
+    return jnp.stack([both.real, both.imag], -1).sum(-1) + jnp.abs(both) + product.real * product.imag
 
 
 def recurrent(x, y):
