@@ -254,6 +254,31 @@ Total bytes: 65536 (64.0KiB)
 """
 
 
+# CPU seconds and bytes of compiling steps of two layers with libtpu 0.0.42.1, each in a process of its own.
+COSTS = {
+    ("llama3-8b", "fsdp:4", "fsdp", False): (45.1, 1183 << 20),
+    ("mixtral-8x7b", "fsdp:2;expert:2", "fsdp+expert", False): (33.4, 1379 << 20),
+    ("mixtral-8x7b", "expert:4", "expert", True): (2.4, 508 << 20),
+    ("llama3-8b", "data:2;tensor:2", "data+tensor", True): (1.3, 446 << 20),
+}
+
+
+@pytest.mark.parametrize("step", COSTS)
+def test_expected_cost_of_compiling(step: tuple[str, str, str, bool]) -> None:
+    preset, mesh, layout, decodes = step
+    config = mtf.models.preset(preset)
+    experts = config.experts and replace(config.experts, count=4, d_ff=1024)
+    config = replace(config, layers=2, d_model=512, heads=4, kv_heads=2, d_ff=1024, vocab=4096, experts=experts)
+    with mtf.Graph():
+        if decodes:
+            built = mtf.models.decode_step(config, 32, 512)
+        else:
+            built = mtf.models.train_step(config, 16, 256 if experts else 512)
+    program = mtf.lower(*built, mesh, mtf.models.layout(layout, config, mesh))
+    for expected, measured in zip(compiling.expected_cost(program), COSTS[step], strict=True):
+        assert 1 / 3.5 < expected / measured < 3.5
+
+
 def test_memory_of_a_report() -> None:
     sizes = {"argument": 1024, "output": 600, "alias": 512, "temp": 9999, "generated_code": 32, "peak": 70000}
     found = memory_of(sizes, REPORT)

@@ -22,16 +22,15 @@ from meshlib.jax.compiling.topologies import require_tpu_compiler, topology_of
 from meshlib.jax.explaining import explain
 from meshlib.jax.hlo.text import parse
 from meshlib.jax.hlo.work import work_of
-from meshlib.program.instructions import Loop
 from meshlib.program.records import Program, require_program, walk
 
 BACKENDS = ("tpu", "cpu")
 Progress = Callable[[int, int, str], object]
 
-# CPU seconds and memory of compilation, measured with libtpu 0.0.42 on steps of 70 to 400 instructions: a step without
-# loops takes a few seconds; most time goes into trying fusions in loops against VMEM.
-START_SECONDS, LOOP_SECONDS, PLAIN_SECONDS = 2.0, 0.35, 0.03
-START_BYTES, INSTRUCTION_BYTES = 450 << 20, 3 << 19
+# CPU seconds and memory of compilation, measured with libtpu 0.0.42 on 12 steps of 130 to 2,100 instructions: most time
+# goes into trying fusions and tiles of what does not fit VMEM many times over.
+INSTRUCTION_SECONDS, LARGE_SECONDS, LARGE_BYTES = 0.01, 0.15, 1 << 20
+START_BYTES, INSTRUCTION_BYTES = 450 << 20, 1 << 20
 
 
 def compile_for(
@@ -107,12 +106,11 @@ def expectation(program: Program) -> str:
 
 
 def expected_cost(program: Program) -> tuple[float, int]:
-    """Expected CPU seconds and bytes of compiling a program for TPUs, within a factor of two or three."""
-    inside = sum(1 for _, holder, _ in walk(program) if holder is not program)
-    outside = len(program.instructions)
-    loops = any(isinstance(i, Loop) for i in program.instructions)
-    seconds = START_SECONDS + PLAIN_SECONDS * outside + (LOOP_SECONDS * inside if loops else 0.0)
-    return seconds, START_BYTES + INSTRUCTION_BYTES * (inside + outside)
+    """Expected CPU seconds and bytes of compiling a program for TPUs, within a factor of three or so."""
+    instructions = [i for i, _, _ in walk(program)]
+    large = sum(any(y.local_bytes >= LARGE_BYTES for y in i.outputs) for i in instructions)
+    seconds = INSTRUCTION_SECONDS * len(instructions) + LARGE_SECONDS * large
+    return seconds, START_BYTES + INSTRUCTION_BYTES * len(instructions)
 
 
 def result_of(program: Program, slice_: Any, backend: str, answer: Answer | Failed) -> Compiled:
