@@ -88,6 +88,20 @@ def test_keys_that_are_numbered_by_an_argument(step, expected):
     assert pattern(drawn) == pattern(draws(*given)) == expected
 
 
+@pytest.mark.parametrize("step", [1, 7])
+def test_equal_loops_draw_equal_numbers_beside_a_key_that_is_numbered_by_an_argument(step):
+    def draws(w, key, step):
+        def numbers(n):
+            return w + jax.random.normal(jax.random.fold_in(key, n), (3,))
+
+        return *[lax.map(numbers, jnp.arange(3)) for _ in range(2)], numbers(step)
+
+    given = np.float32(0), jax.random.key(7), np.uint32(step)
+    graph = mtf.from_jax(draws, *given)
+    drawn = mtf.simulate(mtf.lower(graph.outputs)).step(**graph.feeds(*given)).values()
+    assert pattern(drawn) == pattern(draws(*given)) == [0, 1, 2, 0, 1, 2, 1 if step == 1 else 6]
+
+
 def of_two_kinds(w, key, step):
     """Bits and normal numbers, which JAX computes from bits, whose keys are equal if `step` is 3."""
     return w + jax.random.normal(jax.random.fold_in(key, step), (3,)), jax.random.bits(jax.random.fold_in(key, 3), (3,))
