@@ -20,7 +20,7 @@ from meshlib.lowering.elimination import Elimination, FactorGraph, Solution
 TABLE_LIMIT = 2_000_000  # entries of a table, above which the search branches
 SMALL_TABLE = 100_000  # entries: eliminating a variable is cheaper than bounding it
 DIVE_TABLE = 100_000
-SWEEPS = 10  # of dual ascent, between prunings
+SWEEPS, MORE_SWEEPS = 10, 40  # of dual ascent, between prunings; more after one that leaves most values
 VALUES_LEFT = 0.97  # larger tables are more effective than further sweeps if these leave more of the values than this
 BRANCHES = 40  # maximum number
 BRANCH_REACH = 10**9  # entries: if eliminating any variable takes more, branching would not end
@@ -98,14 +98,16 @@ def _rounded(graph: FactorGraph, problem: Elimination) -> list[int]:
     return problem.solution(len(graph.sizes), {v: int(problem.domain[v][n]) for v, n in at.items()})
 
 
-def _improve(problem: Elimination, best: _Incumbent, slack: float = inf, rounds: bool = True) -> bool:
+def _improve(
+    problem: Elimination, best: _Incumbent, slack: float = inf, rounds: bool = True, sweeps: int = SWEEPS
+) -> bool:
     """Raise a problem's bound, then improve the incumbent unless the bound exceeds its cost by more than `slack`.
 
     Rounding is nearly as good as a dive, and cheaper, once the bound is tight: where what it costs is closer to the
     bound than the bound was raised.
     """
     before = problem.lower_bound()
-    low = raise_bound(problem, SWEEPS)
+    low = raise_bound(problem, sweeps)
     if not rounds or low > best.cost + slack:
         return False
     is_better = best.offer(_rounded(best.graph, problem))
@@ -131,7 +133,7 @@ def _attempt(problem: Elimination, best: _Incumbent, slack: float, limit: int) -
         if problem.domain:
             # Try again if that improved the incumbent, otherwise once half of the values are gone.
             tries = 2 * left <= tried
-            is_better = _improve(problem, best, slack, tries)
+            is_better = _improve(problem, best, slack, tries, MORE_SWEEPS if 2 * left > before else SWEEPS)
             tried = inf if is_better else left if tries else tried
     if problem.constant <= best.cost + slack:
         best.offer(problem.solution(len(graph.sizes)))
