@@ -135,6 +135,7 @@ class Flow:
     uses: Mapping[Value, Sequence[Use]] = field(default_factory=dict)
     derived: Mapping[Value, Sequence[tuple[Value, bool]]] = field(default_factory=dict)
     _beside: dict[tuple[int, int], Sequence[int]] = field(default_factory=dict)
+    _along: dict[tuple[Edge, ...], Sequence[Use]] = field(default_factory=dict)
 
     @cached_property
     def apart(self) -> Sequence[Sequence[Edge]]:
@@ -235,9 +236,16 @@ class Flow:
                     left.append(y)
         return seen
 
+    def uses_along(self, edges: Sequence[Edge]) -> Sequence[Use]:
+        """All uses of the values on some edges, and of what is computed from them."""
+        key = tuple(edges)
+        if key not in self._along:
+            self._along[key] = self.uses_of(self.computed_from(v for edge in edges for v in edge.values))
+        return self._along[key]
+
     def is_for_homes(self, edges: Sequence[Edge]) -> bool:
         """True if nothing but homes needs the values on these edges, and no product can take pieces of them."""
-        return all(use.home is not None for use in self.uses_of(self.computed_from(v for e in edges for v in e.values)))
+        return all(use.home is not None for use in self.uses_along(edges))
 
     def uses_of(self, values: Iterable[Value]) -> Sequence[Use]:
         """All uses of some values."""

@@ -175,7 +175,7 @@ class NeedlessCollectives:
         of the source]."""
         source = edges[0].source
         forms, at = self.batch.results(self.flow, source, axis)
-        uses = self.flow.uses_of(self.flow.computed_from(v for edge in edges for v in edge.values))
+        uses = self.flow.uses_along(edges)
         gathered_bytes = min(edge.least_bytes for edge in edges)
         by_form = [self._spares(uses, source, axis, form, gathered_bytes) for form in forms]
         needless: Bools = np.array(by_form)[at, np.arange(len(at))[:, None]]
