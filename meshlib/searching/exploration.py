@@ -202,8 +202,9 @@ class Search:
         return self.bounds[n] < (tie if n < self.first else self.best)
 
     def _tighten(self) -> None:
-        """Bound candidates together until those of the least bounds are, once one is known that fits."""
-        if self.objective.together is None or self.best == float("inf"):
+        """Bound candidates together until those of the least bounds are, once one is known that fits, and at least one
+        round of known layouts, so that fewer need a closer bound."""
+        if self.objective.together is None or self.best == float("inf") or len(self.bare) < FIRST + ROUND:
             return
         while not self._is_late():
             left = [n for n in self.order if n not in self.outcomes and self._may_win(n)]
