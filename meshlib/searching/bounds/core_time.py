@@ -215,10 +215,8 @@ class CoreTime:
             place = [*kinds.shape[:2], *(kinds.shape[2] if n == edge.target else 1 for n in targets)]
             hidden = sum(times[n].least for n in flow.attention_beside(edge) if n in times)
             share = batch.share_of_waits(flow, edge, axis, usable)[:, None]
-            whole_wire, group = (
-                batch.wire_seconds(flow, edge, axis, joining, usable),
-                batch.most_devices(flow, edges, axis, usable),
-            )
+            whole_wire = batch.wire_seconds(flow, edge, axis, joining, usable)
+            group = batch.most_devices(flow, edges, axis, usable)
             wire, first, part = (
                 np.take_along_axis(each, kinds.reshape(len(kinds), -1), axis=1).reshape(kinds.shape)
                 for each in (
