@@ -112,7 +112,7 @@ class Edge:
         return min(self.sizes.values(), default=0.0)
 
 
-class Use(NamedTuple):
+class ValueUse(NamedTuple):
     """A use of a value: by an operand of a node, or at a `home`; by an unknown operation if there is neither. A result
     of the program has a home, but no node."""
 
@@ -132,10 +132,10 @@ class Flow:
     nodes: Sequence[Node]
     edges: Sequence[Sequence[Edge]]  # for each node, the edges that end there
     full: frozenset[Value] = frozenset()
-    uses: Mapping[Value, Sequence[Use]] = field(default_factory=dict)
+    uses: Mapping[Value, Sequence[ValueUse]] = field(default_factory=dict)
     derived: Mapping[Value, Sequence[tuple[Value, bool]]] = field(default_factory=dict)
     _beside: dict[tuple[int, int], Sequence[int]] = field(default_factory=dict)
-    _along: dict[tuple[Edge, ...], Sequence[Use]] = field(default_factory=dict)
+    _along: dict[tuple[Edge, ...], Sequence[ValueUse]] = field(default_factory=dict)
 
     @cached_property
     def apart(self) -> Sequence[Sequence[Edge]]:
@@ -236,7 +236,7 @@ class Flow:
                     left.append(y)
         return seen
 
-    def uses_along(self, edges: Sequence[Edge]) -> Sequence[Use]:
+    def uses_along(self, edges: Sequence[Edge]) -> Sequence[ValueUse]:
         """All uses of the values on some edges, and of what is computed from them."""
         key = tuple(edges)
         if key not in self._along:
@@ -247,7 +247,7 @@ class Flow:
         """True if nothing but homes needs the values on these edges, and no product can take pieces of them."""
         return all(use.home is not None for use in self.uses_along(edges))
 
-    def uses_of(self, values: Iterable[Value]) -> Sequence[Use]:
+    def uses_of(self, values: Iterable[Value]) -> Sequence[ValueUse]:
         """All uses of some values."""
         return [*dict.fromkeys(use for v in values for use in self.uses.get(v, ()))]
 

@@ -18,7 +18,7 @@ from meshlib.lowering.assigned import is_weight, scope_of
 from meshlib.ops.contraction.einsum import EIGHT_BIT
 from meshlib.program.instructions import Compute, Instruction, Loop, Resident, Value
 from meshlib.program.records import Program
-from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, HbmUse, Node, Placed, Split, Use
+from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, HbmUse, Node, Placed, Split, ValueUse
 from meshlib.searching.bounds.elements import temporaries_of
 from meshlib.searching.bounds.products import Contraction, ProductKernel
 from meshlib.searching.renamed_dims import Names, Passages
@@ -74,7 +74,7 @@ class _Maker:
     early: set[Value] = field(default_factory=set)
     still: set[Value] = field(default_factory=set)  # values that depend on no product, attention or loop
     leads: set[Value] = field(default_factory=set)  # values that a product or loop depends on
-    uses: dict[Value, list[Use]] = field(default_factory=dict)
+    uses: dict[Value, list[ValueUse]] = field(default_factory=dict)
     derived: dict[Value, list[tuple[Value, bool]]] = field(default_factory=dict)
     origins: Origins = field(init=False)
 
@@ -110,9 +110,9 @@ class _Maker:
             elif not isinstance(i.operation.opdef.form(i.operation), Total):
                 self._other(i)
             else:
-                self._use(i.inputs, Use())
+                self._use(i.inputs, ValueUse())
         for v in self.program.outputs.values():
-            self._use([v], Use(home=_home(v.tensor)))
+            self._use([v], ValueUse(home=_home(v.tensor)))
 
     def bring(self, value: Value, home: Placed) -> None:
         """Require a value under its home sharding at the end."""
@@ -128,7 +128,7 @@ class _Maker:
         self.nodes.append(node)
         needs = [*needs]
         for operand, x, home in needs:
-            self._use([x], Use(number, operand, home))
+            self._use([x], ValueUse(number, operand, home))
         reaches = [(operand, x, home, reach) for operand, x, home in needs for reach in self.reached.get(x, ())]
         self.edges.append([
             Edge(
@@ -147,7 +147,7 @@ class _Maker:
             return of_variable and reach.values <= self.still and target.splits is not None
         return reach.pure and target.placed is not None and self.leads.isdisjoint(reach.values)
 
-    def _use(self, values: Iterable[Value], use: Use) -> None:
+    def _use(self, values: Iterable[Value], use: ValueUse) -> None:
         for x in values:
             self.uses.setdefault(x, []).append(use)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshlib.program.instructions import Value
-from meshlib.searching.bounds.dataflow import Edge, Flow, Split, Use
+from meshlib.searching.bounds.dataflow import Edge, Flow, Split, ValueUse
 from meshlib.searching.bounds.node_splits import FREE, WHOLE
 from meshlib.searching.bounds.shared_splits import GATHERS, NOT_SPLIT, Batch, Bools, Floats, Usable
 
@@ -181,7 +181,7 @@ class NeedlessCollectives:
         needless: Bools = np.array(by_form)[at, np.arange(len(at))[:, None]]
         return needless
 
-    def _spares(self, uses: Sequence[Use], source: int, axis: int, form: str, gathered_bytes: float) -> Bools:
+    def _spares(self, uses: Sequence[ValueUse], source: int, axis: int, form: str, gathered_bytes: float) -> Bools:
         """For each candidate, whether it is cheaper to split all users along the dim `form` of the value."""
         total = np.zeros(len(self.batch.candidates))
         if form in NOT_SPLIT or gathered_bytes <= 0:
@@ -196,7 +196,7 @@ class NeedlessCollectives:
                 break
         return total < CERTAIN
 
-    def _sent(self, use: Use, source: int, axis: int, form: str, gathered_bytes: float) -> Floats:
+    def _sent(self, use: ValueUse, source: int, axis: int, form: str, gathered_bytes: float) -> Floats:
         """The most that a product sends to be split along a dim of an operand, relative to the operand's gather."""
         batch, nothing = self.batch, np.full(len(self.batch.candidates), np.inf)
         if use.node is None or use.node not in self.usable:
@@ -226,7 +226,7 @@ class NeedlessCollectives:
         relative = most / gathered_bytes * parts / (parts - 1) + moved
         return np.where(self._is_possible(use.node, axis, number), relative, np.inf)
 
-    def _reordered(self, use: Use, source: int, axis: int, form: str) -> Floats:
+    def _reordered(self, use: ValueUse, source: int, axis: int, form: str) -> Floats:
         """For each candidate, 1 if the blocks of the value may be in another order than those that a product takes,
         since a further axis may split the dim at only one of both; 0 if not."""
         assert use.node is not None
