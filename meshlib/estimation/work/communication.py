@@ -146,7 +146,7 @@ class PricedPlacements(NamedTuple):
         same share is exposed.
         """
         change = 0.0
-        for collective, paid, price in zip(self.collectives, self.prices[before], self.prices[after], strict=True):
+        for collective, paid, price in zip(self.collectives, self.prices[before], self.prices[after], strict=False):
             seconds = exposed_seconds.get(collective, 0.0)
             change += seconds * (price / paid - 1) if price > paid else max(price - paid, -seconds)
         return change
