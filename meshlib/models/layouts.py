@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import gcd
+from math import gcd, prod
 from types import MappingProxyType
 
 from layouts import (
@@ -44,7 +44,8 @@ LAYOUTS: MappingProxyType[str, str] = MappingProxyType(
     {
         "data": "data-parallel: the batch is split, every device has all weights",
         "zero1": "data-parallel, each device keeps and updates its part of the optimizer's slots (ZeRO-1)",
-        "fsdp": "fully sharded: batch, weights and slots are split over one axis, weights gathered when used (ZeRO-3)",
+        "fsdp": "fully sharded: batch, weights and slots are split over one axis, weights gathered when used (ZeRO-3); "
+        "weights and slots over the axes of experts and context, too",
         "tensor": "heads, d_ff and vocabulary are split over one axis (Megatron)",
         "sequence": "tensor, and between the blocks the sequence is split over the same axis",
         "context": "the sequence is split throughout, keys and values are gathered",
@@ -84,6 +85,8 @@ def layout(name: str, config: TransformerConfig, mesh: MeshLike) -> LayoutRules:
       group:tensor;d_ff:tensor;vocab:tensor
       >>> print(mtf.models.layout("fsdp+expert", mtf.models.preset("mixtral-8x7b"), "fsdp:32;expert:8"))
       batch:fsdp+expert;d_model:fsdp+expert?;experts:expert;batch_unsplit:fsdp
+      >>> print(mtf.models.layout("fsdp+context", llama, "fsdp:64;context:4"))
+      batch:fsdp;d_model:fsdp+context?;length:context
       >>> print(mtf.models.layout("tensor+cache", llama, "tensor:16"))  # caches are split by positions
       group:tensor;d_ff:tensor;vocab:tensor;cache_length:tensor?
     """
@@ -199,14 +202,15 @@ def _expert_rules(config: TransformerConfig, axes: Mapping[str, str], mesh: Mesh
 
 
 def _over_axes(rules: LayoutRules, config: TransformerConfig, axes: Mapping[str, str], mesh: Mesh) -> LayoutRules:
-    """`rules` with fully sharded weights outside experts split over the axis of the experts as well."""
-    sharded, axis = axes.get("fsdp"), axes.get("expert")
-    if sharded is None or axis is None or sharded == axis:
+    """`rules` with fully sharded weights split over the axes of experts and of the sequence as well."""
+    if "fsdp" not in axes:
         return rules
-    if config.d_model % (mesh.axis_size(sharded) * mesh.axis_size(axis)):
-        return rules
-    both = Rule("d_model", (sharded, axis), optional=True)
-    return LayoutRules([both if r.dim == "d_model" and r.optional else r for r in rules.rules])
+    sharded = [axes["fsdp"]]
+    for axis in dict.fromkeys(axes[part] for part in ("expert", "context") if part in axes):
+        if axis not in sharded and config.d_model % prod(map(mesh.axis_size, [*sharded, axis])) == 0:
+            sharded.append(axis)
+    over = Rule("d_model", tuple(sharded), optional=True)
+    return LayoutRules([over if r.dim == "d_model" and r.optional else r for r in rules.rules])
 
 
 def _weight_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:

@@ -38,7 +38,7 @@ def take(path: Path) -> None:
         main(["report", *PLAN, "--out", str(page)])
         opened.open(page, WIDTH)
         opened.screenshot(path, height=opened.evaluate(SHOWN))
-    Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
+    Image.open(path).convert("RGB").quantize(160).save(path, optimize=True)
 
 
 if __name__ == "__main__":

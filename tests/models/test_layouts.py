@@ -54,6 +54,13 @@ MIXTRAL, DEEPSEEK, SWITCH = model("mixtral-8x7b"), model("deepseek-v3"), model("
             "fsdp+expert", MIXTRAL, "fsdp:1024;expert:8",
             "batch:fsdp+expert;d_model:fsdp?;experts:expert;batch_unsplit:fsdp",
         ),
+        ("fsdp+context", MIXTRAL, "fsdp:8;context:4", "batch:fsdp;d_model:fsdp+context?;length:context"),
+        ("fsdp+context", MIXTRAL, "fsdp:4096;context:2", "batch:fsdp;d_model:fsdp?;length:context"),
+        (
+            "fsdp+expert+context", MIXTRAL, "fsdp:8;expert:8;context:4",
+            "batch:fsdp+expert;d_model:fsdp+expert+context?;length:context;experts:expert;batch_unsplit:fsdp;"
+            "length_unsplit:context",
+        ),
         (
             "data+expert+tensor", MIXTRAL, "data:2;expert:2;tensor:2",
             "batch:data+expert;heads:tensor;expert_d_ff:tensor;vocab:tensor;experts:expert;batch_unsplit:data",
