@@ -92,13 +92,19 @@ class Parser(argparse.ArgumentParser):
                 return f"KEY=VALUE is for MaxText configurations; for a field or an argument say --set {first}"
             if configuration:
                 return f"{first!r} is not KEY=VALUE, such as per_device_batch_size=2"
-            return f"unexpected argument {first!r}; text with blanks or ';' needs quotes"
+            takes = ", ".join(name.upper() for name in self._positional) or "options alone"
+            return f"unexpected argument {first!r}; {self.prog} takes {takes}; text with blanks needs quotes"
         name = first.partition("=")[0]
         later = {option for command in self.commands.values() for option in command._options}
         if name[2:] in later:
             return f"no option {name}; options of a command come after it"
         alike = [option for option in [*self._options, *later] if option[:1] == name[2:3]]
         return f"no option {name}" + nearest(name.lstrip("-"), alike).replace("'", "'--", 1)
+
+    @property
+    def _positional(self) -> list[str]:
+        """Names of the arguments that are not options."""
+        return [str(action.metavar or action.dest) for action in self._actions if not action.option_strings]
 
     @property
     def _options(self) -> list[str]:

@@ -143,7 +143,7 @@ def _about(under: Under, name: str, text: str, run: str, a_slice: bool = True) -
         "--set",
         action="append",
         metavar="NAME=VALUE",
-        help="a field of the model's config or of its experts' routing (shard_factor, top_k, ...), "
+        help="a field of the model's config, its numerics (precision=int8, ...) or its experts' routing (top_k, ...), "
         f"{', '.join(STEP_SETTINGS)} of its training step, or an argument of the function; repeatedly",
     )
     return command_parser
@@ -320,5 +320,6 @@ def _number(text: str, kind: type[Number]) -> Number:
         value = kind(0)
     if not 0 < value < float("inf"):
         what = "a whole number of at least 1" if kind is int else "a positive number"
-        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}{'; write 20 or 1e9' if kind is float else ''}")
+        hint = "; write 20 or 1e9" if kind is float else "" if text.lstrip("-").isdecimal() else "; write 8 or 8192"
+        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}{hint}")
     return value

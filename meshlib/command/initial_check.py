@@ -20,6 +20,11 @@ from meshlib.core.files import replace_file
 from meshlib.models.train import source_texts
 from meshlib.testing import assert_snapshot
 
+_VERDICTS = {
+    "yes": "",
+    "tight": "; the plan is tight: a whole run may not fit",
+    "no": "; it fails: the plan does not fit",
+}
 MARGIN = 1.02  # budgets relative to the plan
 TEST = Template('''\
 """The plan of $name on $slice: it fits, sends what it sent, costs what it cost. Written by meshlib init."""
@@ -105,7 +110,7 @@ def init(args: argparse.Namespace) -> int:
     answer(
         args.json,
         lambda: {"files": [str(path), str(snapshot)], **json_of(subject, where, plans)},
-        lambda: f"wrote {path} and {snapshot}: run pytest {path}",
+        lambda: f"wrote {path} and {snapshot}: run pytest {path}{_VERDICTS[est.memory.verdict]}",
     )
     return GOOD if est.fits else FAILED
 

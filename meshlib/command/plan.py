@@ -19,7 +19,7 @@ from meshlib.core.errors import MeshlibError
 from meshlib.core.slices import assumed_figures
 from meshlib.core.text import PRICED, bytes_text, count_text, ending, grid, seconds_text, usd_text, width, wrapped
 from meshlib.estimation import DeviceMemory, Estimate
-from meshlib.estimation.memory.remedies import Remedy
+from meshlib.estimation.memory.remedies import RECOMPUTE, Remedy
 from meshlib.estimation.views.rows import Row
 
 CAUSES, REMEDIES = 4, 3  # collectives and remedies shown in a plan
@@ -56,7 +56,8 @@ def _verdict(subject: Subject, plans: Sequence[PlannedLayout], est: Estimate) ->
     kinds = sorted(((size, kind) for kind, size in memory.by_kind.items() if size), reverse=True)[:3]
     lines += wrapped(", ".join(f"{bytes_text(size)} {kind}" for size, kind in kinds), "  most of it ", " ")
     if memory.verdict != "yes":
-        lines += [*_state_line(est), *_remedies(subject, est), *_safer(plans, memory)]
+        safer = _safer(plans, memory)
+        lines += [*_state_line(est), *_remedies(subject, est, recompute=safer is None), *_safer_line(safer)]
     lines.append(f"  step       {seconds_text(est.step_seconds)}*, MFU {est.mfu:.1%}*{_rates(subject, est)}")
     shares = sorted(est.bound_seconds.items(), key=lambda item: -item[1])[:3]
     named = ", ".join(f"{name} {seconds / est.step_seconds:.0%}" for name, seconds in shares if seconds)
@@ -82,15 +83,18 @@ def _verdict(subject: Subject, plans: Sequence[PlannedLayout], est: Estimate) ->
     return lines
 
 
-def _safer(plans: Sequence[PlannedLayout], best: DeviceMemory) -> list[str]:
+def _safer(plans: Sequence[PlannedLayout], best: DeviceMemory) -> PlannedLayout | None:
     """Beside a best plan that is tight, the fastest of which a whole run fits."""
-    estimates = ((plan, plan.est) for plan in plans[1:] if best.verdict == "tight" and plan.est is not None)
-    for plan, est in estimates:
-        if est.memory.verdict == "yes":
-            chosen = "".join(f", {name} {value}" for name, value in plan.choices.items())
-            text = f"{plan.name} on {plan.mesh}{chosen}: {seconds_text(est.step_seconds)}* a step, a whole run fits"
-            return wrapped(text, "  safer      ", " ")
-    return []
+    others = plans[1:] if best.verdict == "tight" else ()
+    return next((plan for plan in others if plan.est is not None and plan.est.memory.verdict == "yes"), None)
+
+
+def _safer_line(plan: PlannedLayout | None) -> list[str]:
+    if plan is None or plan.est is None:
+        return []
+    chosen = "".join(f", {name} {value}" for name, value in plan.choices.items())
+    text = f"{plan.name} on {plan.mesh}{chosen}: {seconds_text(plan.est.step_seconds)}* a step, a whole run fits"
+    return wrapped(text, "  safer      ", " ")
 
 
 def _price(subject: Subject, est: Estimate) -> str:
@@ -145,14 +149,15 @@ def _state_line(est: Estimate) -> list[str]:
     return wrapped(text, "  at least   ", " ")
 
 
-def _remedies(subject: Subject, est: Estimate) -> list[str]:
-    """The remedies that save most, those with a flag first."""
+def _remedies(subject: Subject, est: Estimate, recompute: bool) -> list[str]:
+    """The remedies that save most, those with a flag first; `recompute`: with rematerialisation, if that is one."""
 
     def has_flags(remedy: Remedy) -> bool:
         return all(subject.remedy(part) != part for part in remedy.parts)
 
     lines: list[str] = []
-    for remedy in sorted(est.memory.remedies, key=has_flags, reverse=True)[:REMEDIES]:
+    remedies = [r for r in est.memory.remedies if recompute or not any(p.startswith(RECOMPUTE) for p in r.parts)]
+    for remedy in sorted(remedies, key=has_flags, reverse=True)[:REMEDIES]:
         text = f"{remedy.worded(subject.remedy)}: saves about {bytes_text(remedy.gain_bytes)}"
         lines += wrapped(text, " " * 13 + "- " if lines else "  do         - ", " ")
     return lines

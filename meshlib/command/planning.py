@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ from meshlib.command.tried_layouts import (
     timed,
     with_more_rematerialisation,
 )
-from meshlib.core.errors import GraphError
+from meshlib.core.errors import GraphError, MeshlibError
 from meshlib.core.slices import slice_for
 from meshlib.core.text import seconds_text, wrapped
 
@@ -114,6 +115,8 @@ def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[Pl
 def _refuse_effort(args: argparse.Namespace) -> None:
     """Raise GraphError for options of a search on a plan without one."""
     once = getattr(args, "given_once", ())
+    if getattr(args, "emit", None) and args.json:
+        raise GraphError("--emit prints a plan in another form; leave out --json")
     for name, other in (("rank", "emit"), ("backend", "compile")):
         if name in once and not getattr(args, other, None):
             raise GraphError(f"--{name} goes with --{other}")
@@ -214,6 +217,10 @@ def searched_of(args: argparse.Namespace, subject: Subject, where: Slice) -> tup
     if args.mesh and not args.layout:
         raise GraphError("--mesh of a search: give the sizes of axes by meshlib search --sizes, such as data:16")
     tried = tried_values(args.tried or ())
+    fixed = {name: f"--{name}" for name in ("batch", "length", "remat") if getattr(args, name)}
+    for name, flag in {**dict.fromkeys([*subject.settings, *subject.step], "--set"), **fixed}.items():
+        if name in tried:
+            raise GraphError(f"--try {name}: also given by {flag}; leave out one of them")
     further = ("fix", "sizes", "forbid", "resume", "layout")
     begins = subject.config is not None and not tried and not any(getattr(args, name, None) for name in further)
     if not begins:
@@ -265,6 +272,20 @@ def search_of(
             )
         except SearchInterrupted as stop:
             return replace(stop.result, stopped=True)
+        except MeshlibError as fault:
+            fault.args = (_with_flags(str(fault)),)
+            raise
+
+
+def _with_flags(error: str) -> str:
+    """An error in an argument of `mtf.search`, in the words of the command line.
+
+    >>> _with_flags("search: sizes has axis 'a', which no rule of fix (none) has; add one, such as fix='DIM:a'")
+    "search: --sizes has axis 'a', which no rule of --fix (none) has; add one, such as --fix DIM:a"
+    """
+    if not re.match(r"search: (fix|sizes|forbid|objective)\b", error):
+        return error
+    return re.sub(r"(?<!['\w])(fix|sizes|forbid|objective)(?=[ :])", r"--\1", re.sub(r"(fix)='(\S+)'", r"\1 \2", error))
 
 
 # ------------------------------------------------------------ report

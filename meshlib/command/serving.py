@@ -74,6 +74,8 @@ def _asked(args: argparse.Namespace, where: Slice) -> ServingTask:
     subject = subject_of(args, where)
     if subject.config is None:
         raise GraphError(f"{subject.name}: serve takes a Transformer of the library, a config.json or a MaxText file")
+    if subject.step:
+        raise GraphError(f"--set {next(iter(subject.step))} is of a training step; leave it out for serving")
     if subject.config.kind != "decoder":
         raise GraphError(f"serve takes decoders, and {subject.name} is an {subject.config.kind}; see meshlib models")
     context = args.context or min(CONTEXT, subject.config.max_length or CONTEXT)

@@ -55,7 +55,10 @@ def compared_slices(args: argparse.Namespace) -> int:
     """Print the best plan on each slice; returns the exit status: whether the program fits on one."""
     if args.emit or args.compile:
         raise GraphError(f"--{'emit' if args.emit else 'compile'} is for one slice, not for {args.slice}; name one")
-    slices = [slice_of(name.strip()) for name in dict.fromkeys(args.slice.split(","))]
+    names = [name.strip() for name in args.slice.split(",")]
+    if not all(names):
+        raise GraphError(f"--slice {args.slice}: no slice beside a comma; write NAME,NAME, such as v5e-64,v6e-16")
+    slices = [slice_of(name) for name in dict.fromkeys(names)]
     rows = [_SlicePlan(subject, where, plans) for where in slices for subject, plans, _ in [planned_of(args, where)]]
     rows.sort(key=lambda row: (not row.fits, row.usd if row.fits else row.needed_bytes))
     best = rows[0]

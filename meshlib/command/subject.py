@@ -40,6 +40,7 @@ from meshlib.models import (
     transformer,
     usual_layouts,
 )
+from meshlib.models.layouts import layout_hint
 from meshlib.models.train import step_arguments, transformer_builder
 from meshlib.optimize import MomentumOptimizer
 from meshlib.searching.bounds.least_memory import LeastMemory
@@ -209,6 +210,8 @@ def _foreign(program: str) -> tuple[TransformerConfig, str]:
 
 def slice_of(text: str) -> Slice:
     """The slice of a name."""
+    if "," in text:
+        raise SliceError(f"--slice {text}: only meshlib plan takes several slices; name one")
     try:
         return Slice(text)
     except HardwareError as fault:
@@ -231,6 +234,11 @@ def subject_of(args: argparse.Namespace, where: Slice | None) -> Subject:
             raise GraphError(f"--set {name}={given[name]}: a model takes it as an option, --{name} {given[name]}")
     config, notes = _config(args.program)
     step = {name: given.pop(name) for name in STEP_SETTINGS if name in given}
+    if "numerics" in given:
+        raise GraphError("--set numerics: set its fields, such as --set precision=int8 --set slice_dtype=bfloat16")
+    for name in given.keys() - vars(config).keys():
+        if hint := nearest(name, [*STEP_SETTINGS, *OPTIONS]):
+            raise GraphError(f"--set {name}: no setting of this name{hint}")
     if given:
         config = config.replace(**given)
     length = args.length or min(LENGTH, config.max_length or LENGTH)
@@ -271,7 +279,12 @@ def _config(name: str) -> tuple[TransformerConfig, str]:
     if is_hugging_face(name):
         return _foreign(name)
     if name not in PRESETS:
-        hint = nearest_file(name) or nearest(name.rpartition("/")[2], [*PRESETS, *IMAGE_PRESETS]) or ";"
+        file, colon, function = name.partition(":")
+        if Path(f"{file}.py").is_file():
+            raise GraphError(f"no model {name!r}; did you mean '{file}.py{colon}{function}'?")
+        if beside := nearest_file(name):
+            raise GraphError(f"no file {name}{beside}")
+        hint = nearest(name.rpartition("/")[2], [*PRESETS, *IMAGE_PRESETS]) or ";"
         if Path(name).is_dir() and name:
             raise GraphError(f"the folder {name} has no config.json; name a file in it, or a model: meshlib models")
         raise GraphError(
@@ -424,7 +437,7 @@ def _check_name(text: str, name: str, known: Collection[str] | None) -> None:
     for part in (part.strip() for part in name.split("+")):
         names = known or dict.fromkeys([*LAYOUTS, *IMAGE_LAYOUTS])
         if part not in names:
-            hint = nearest(part, names)
+            hint = layout_hint(part, names)
             hint = hint or f"; there are {', '.join(names)}, any joined by '+', and rules such as batch:data"
             raise MeshlibError(f"--layout {text}: no layout {part!r}{hint}")
 
@@ -458,6 +471,8 @@ def named_layouts(texts: Sequence[str], mesh: str | None, subject: Subject | Non
             raise MeshlibError("--layout: nothing given; write LAYOUT@MESH, such as fsdp@fsdp:16")
         if name.strip() and ":" not in name:
             _check_name(text, name, None if subject is None else subject.layouts)
+        if not at and re.fullmatch(r"(\s*\w+\s*:\s*\d+\s*;?)+", text):
+            raise MeshlibError(f"--layout {text}: a mesh without a layout; write LAYOUT@MESH, such as fsdp@fsdp:16")
         if not at and mesh is None:
             raise MeshlibError(f"--layout {text}: say on which mesh: LAYOUT@MESH, such as fsdp+tensor@fsdp:16;tensor:8")
         if at and mesh is not None:

@@ -208,15 +208,19 @@ class TransformerConfig(Shown, Config):
         return parameter_counts(self)
 
     def replace(self, **changes: Any) -> TransformerConfig:
-        """A copy with other values of some fields; fields of `Routing` change the routing of its experts.
+        """A copy with other values of some fields, of `numerics`, or of the `Routing` of its experts.
 
         Raises: GraphError for a field of `Routing` if the model has no experts.
         Example:
           >>> import meshlib as mtf
           >>> mtf.models.preset("mixtral-8x7b").replace(shard_factor=2.0, vocab=32768).experts.routing.shard_factor
           2.0
+          >>> mtf.models.preset("gpt2").replace(precision="int8").numerics.precision
+          'int8'
         """
         own = {f.name for f in fields(self)}
+        if of_numerics := {f.name: changes.pop(f.name) for f in fields(Numerics) if f.name in changes}:
+            changes["numerics"] = replace(changes.get("numerics", self.numerics), **of_numerics)
         routing = {f.name: changes.pop(f.name) for f in fields(Routing) if f.name in changes and f.name not in own}
         if routing:
             experts = changes.get("experts", self.experts)

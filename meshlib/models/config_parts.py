@@ -12,7 +12,15 @@ from meshlib.core.arguments import at, choice, whole
 from meshlib.core.errors import GraphError, nearest
 from meshlib.layers.experts import FORMS
 from meshlib.layers.latent import LatentDims
+from meshlib.layers.numerics import Numerics
 from meshlib.layers.routing import Routing
+
+# Fields of Hugging Face's and others' configs -> the name here.
+_OF_OTHERS = {
+    "hidden_size": "d_model", "n_embd": "d_model", "num_hidden_layers": "layers", "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads", "intermediate_size": "d_ff", "ffn_dim": "d_ff", "dtype": "activation_dtype",
+    "weight_dtype": "variable_dtype", "max_position_embeddings": "max_length", "seq_len": "max_length",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,8 @@ class Config:
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
-                hint = nearest(name, known) or f"; there are {some(known, 20)}"
+                further = [f.name for f in fields(Numerics)] if "numerics" in known else []
+                hint = nearest(_OF_OTHERS.get(name, name), [*known, *further]) or f"; there are {some(known, 20)}"
                 raise GraphError(f"{at(cls.__name__)}: no field {name!r}{hint}")
         return super().__new__(cls)
 

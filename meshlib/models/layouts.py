@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import gcd, prod
 from types import MappingProxyType
 
@@ -57,6 +57,18 @@ LAYOUTS: MappingProxyType[str, str] = MappingProxyType(
 )
 _SHARING = ("zero1", "expert", "cache")  # parts that may share the axis of another part
 _JOINED = {"2d": "data+tensor"}
+_OF_OTHERS = {
+    "dp": "data",
+    "ddp": "data",
+    "zero2": "zero1",
+    "zero3": "fsdp",
+    "tp": "tensor",
+    "megatron": "tensor",
+    "sp": "sequence",
+    "cp": "context",
+    "pp": "pipeline",
+    "ep": "expert",
+}  # names elsewhere -> here
 TENSOR = 8  # most devices over which heads are split, since they communicate in every block
 EXPERTS = 32  # most devices over which experts are split
 
@@ -125,12 +137,23 @@ def _parts(name: object) -> list[str]:
     parts = [inner for part in name.split("+") for inner in _JOINED.get(part.strip(), part.strip()).split("+")]
     for part in parts:
         if part not in PARTS:
-            hint = nearest(part, LAYOUTS) or f"; there are {', '.join(LAYOUTS)}, and any joined by '+'"
+            hint = layout_hint(part, LAYOUTS) or f"; there are {', '.join(LAYOUTS)}, and any joined by '+'"
             raise LayoutError(f"{at('layout')}: no layout {part!r}{hint}")
     for one, other in (("tensor", "sequence"), ("fsdp", "zero1"), ("sequence", "context")):
         if one in parts and other in parts:
             raise LayoutError(f"{at('layout')} {name!r}: {one!r} and {other!r} exclude each other; name one of them")
     return list(dict.fromkeys(parts))
+
+
+def layout_hint(part: str, names: Collection[str]) -> str:
+    """The end of an error about an unknown layout: the one that is meant, or "".
+
+    >>> layout_hint("fsdp,tensor", LAYOUTS), layout_hint("TP", LAYOUTS)
+    ("; join them by '+': fsdp+tensor", "; did you mean 'tensor'?")
+    """
+    if "," in part:
+        return f"; join them by '+': {part.replace(',', '+').replace(' ', '')}"
+    return nearest(_OF_OTHERS.get(part.lower(), part), names)
 
 
 def _axes(name: str, parts: list[str], mesh: Mesh) -> list[str]:

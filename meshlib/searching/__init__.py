@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from inspect import Parameter, signature
 from itertools import product
@@ -287,12 +287,27 @@ def _usual(build: object, where: Slice, problem: SearchProblem) -> list[tuple[Me
 
 
 def _fixed(fix: Any, sizes: Any) -> Fixed:
-    rules = LayoutRules(fix)
-    given = dict(Mesh(sizes).sizes_by_axis) if sizes else {}
+    with _named("fix"):
+        rules = LayoutRules(fix)
+    with _named("sizes"):
+        given = dict(Mesh(sizes).sizes_by_axis) if sizes else {}
     for axis in given:
         if axis not in rules.axes:
-            raise GraphError(f"search: sizes gives axis {axis!r}, but no rule of fix ({rules or 'none'}) has it")
+            raise GraphError(
+                f"search: sizes has axis {axis!r}, which no rule of fix ({rules or 'none'}) has; add one, such as "
+                f"fix='DIM:{axis}'"
+            )
     return Fixed(rules, given)
+
+
+@contextmanager
+def _named(argument: str) -> Iterator[None]:
+    """Errors of rules and meshes with the argument that they are of."""
+    try:
+        yield
+    except LayoutError as fault:
+        fault.args = (f"search: {argument}: {fault}",)
+        raise
 
 
 def _check_dims(argument: str, rules: LayoutRules, problems: Iterable[SearchProblem]) -> None:

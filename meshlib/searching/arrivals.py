@@ -203,7 +203,9 @@ def _read(path: str | os.PathLike[str]) -> list[list[str]]:
         with open(path, encoding="utf-8") as file:
             lines = [line.strip() for line in file.read(64 << 20).splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as fault:
-        raise GraphError(f"{at(WHAT)}: cannot read the trace {os.fspath(path)!r}: {fault}") from None
+        said = fault.strerror if isinstance(fault, OSError) else fault
+        remedy = "give a file of lines seconds, prompt tokens, output tokens"
+        raise GraphError(f"{at(WHAT)}: the trace {os.fspath(path)!r} can't be read: {said}; {remedy}") from None
     rows = [line.split(",") for line in lines]
     named = bool(rows) and not rows[0][0].strip().replace(".", "", 1).isdigit()
     return rows[1:] if named else rows

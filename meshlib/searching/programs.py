@@ -12,7 +12,7 @@ from layouts import LayoutRules, Mesh
 from meshlib.core.arguments import number
 from meshlib.core.canonical_keys import key_of
 from meshlib.core.compiler import XLA_TPU, Compiler
-from meshlib.core.errors import GraphError, LayoutError, SliceError
+from meshlib.core.errors import GraphError, LayoutError, SliceError, nearest
 from meshlib.core.graph import Graph, Operation
 from meshlib.core.opdef import Home, Kind
 from meshlib.core.replay import all_operations
@@ -75,9 +75,10 @@ class Objective:
                 return number(value, "search", "objective")
 
             return Objective("objective", figure, _nothing, given=given)
+        figures = ["usd", "memory", *(name for name, x in vars(Estimate).items() if isinstance(x, property))]
         raise GraphError(
             "search: objective must be 'step_seconds', 'usd', 'memory', the name of another figure of mtf.Estimate, "
-            f"or a function of an Estimate, got {given!r:.80}"
+            f"or a function of an Estimate, got {given!r:.80}{nearest(given, figures)}"
         )
 
 
@@ -251,9 +252,11 @@ def problem_of(
     sources = [op for op in subjects.operations if op.opdef.kind in (Kind.INPUT, Kind.VARIABLE) and _outside(op)]
     stacked = {op.loop.dim.name for op in all_operations(subjects.operations) if op.loop is not None}
     sizes = tensors.sizes
-    for name in (*per, *forbid):
-        if name not in sizes:
-            raise GraphError(f"search: the program has no dim {name!r}; there are {', '.join(sizes)}")
+    for argument, names in (("per", per), ("forbid", forbid)):
+        for name in names:
+            if name not in sizes:
+                hint = nearest(name, sizes) or f"; there are {', '.join(sizes)}"
+                raise GraphError(f"search: {argument} has dim {name!r}, which the program does not have{hint}")
     dims = _dims_to_split(sources, sizes, {*stacked, *forbid})
     units = prod([float(sizes[name]) for name in per], start=1.0)
     inputs = [op.output.shape.names for op in sources if op.opdef.kind is Kind.INPUT]

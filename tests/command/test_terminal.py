@@ -1,4 +1,4 @@
-"""Commands in terminals and pipes: forty mistakes, every width, JSON, colours, interrupts, what they write."""
+"""Commands in terminals and pipes: every width, JSON, colours, interrupts, what they write."""
 
 from __future__ import annotations
 
@@ -22,231 +22,11 @@ from meshlib.command import main
 from meshlib.command.arguments import parser
 from meshlib.command.output import folded
 from meshlib.command.terminal import Progress, bar
+from tests.command.typed import NET, SMALL, run
 from tests.effort import deep, each
 from tests.paths import ROOT
 
-SMALL = (
-    "--set layers=2 --set d_model=64 --set heads=4 --set kv_heads=4 --set head_dim=16 --set d_ff=128 --set vocab=128"
-)
-NET = """
-import meshlib as mtf
-
-def build(batch=64, hidden=128):
-    b, k, h = mtf.Dimension("batch", batch), mtf.Dimension("k", 32), mtf.Dimension("hidden", hidden)
-    y = mtf.relu(mtf.einsum([mtf.input("x", [b, k]), mtf.variable("w", [k, h])], reduced_dims=[k]))
-    loss = mtf.reduce_mean(y)
-    return {"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss)
-
-def unnamed():
-    raise ValueError("a value of mine")
-"""
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "net.py").write_text(NET)
-    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
-    (tmp_path / "broken.json").write_text("{")
-    (tmp_path / "bad.py").write_text("def build(:\n")
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    return tmp_path
-
-
-def run_words(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Exit status, output, errors."""
-    try:
-        status = main(argv)
-    except SystemExit as end:
-        status = int(str(end.code))
-    out, err = capsys.readouterr()
-    return status, out, err
-
-
-def run(typed: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Exit status, output, errors."""
-    return run_words(typed.split(), capsys)
-
-
-# What is typed, and what the one line says: the name, and what to do.
-FORTY = {
-    "no command": ("", "required: COMMAND"),
-    "a command misspelt": ("serch gpt2 --slice v5e-8", "no command 'serch'; did you mean 'search'?"),
-    "a command of another tool": ("train gpt2", "no command 'train'"),
-    "an option without a command misspelt": ("--verison", "no option --verison; did you mean '--version'?"),
-    "an option misspelt": ("plan gpt2 --slce v5e-8", "no option --slce; did you mean '--slice'?"),
-    "an option of another command": ("plan gpt2 --slice v5e-8 --objective usd", "no option --objective"),
-    "an option far from any": ("plan gpt2 --slice v5e-8 --zzz", "no option --zzz"),
-    "two programs": ("plan gpt2 palm-540b --slice v5e-8", "unexpected argument 'palm-540b'"),
-    "a model misspelt": ("plan lama2-70b --slice v5e-8", "no model 'lama2-70b'; did you mean 'llama2-70b'?"),
-    "a model of images misspelt": ("plan resnet50 --slice v5e-8", "did you mean 'resnet-50'?"),
-    "a model of a known family": ("plan qwen3-8b --slice v5e-8", "another is a config.json"),
-    "an option cut short": ("serve gpt2 --slice v5e-8 --out page.html", "no option --out; did you mean '--outputs'?"),
-    "a step too large to verify": (
-        "verify gpt2 --set layers=1 --set d_model=64 --set heads=4 --set head_dim=16 --set d_ff=64 --batch 512 --mesh "
-        "data:2",
-        "flops a step: make it small",
-    ),
-    "layers without end": ("plan gpt2 --slice v5e-8 --set layers=1_000_000_000", "layers must be at most 100,000"),
-    "a dim in two Unicode forms": ("plan net.py --slice v5e-8 --layout bate\u0301:data@data:8", "write 'bat\\xe9'"),
-    "a schedule without stages": ("plan gpt2 --slice v5e-8 --set schedule=1f1b", "give its stages, too"),
-    "stages that do not divide devices": ("plan gpt2 --slice v5e-8 --set stages=3", "12 microbatches"),
-    "a model that is none": ("plan qqqqqq --slice v5e-8", "meshlib models lists them"),
-    "a slice misspelt": ("plan gpt2 --slice v5-256", "unknown chip 'v5'; known chips are"),
-    "a slice of a wrong size": ("plan gpt2 --slice v5e-7", "v5e-7"),
-    "no slice": ("serve gpt2", "required: --slice"),
-    "a chip misspelt": ("slices v5x", "no chip 'v5x'; did you mean"),
-    "a chip that is none": ("slices h100", "no chip 'h100'; there are"),
-    "a setting misspelt": ("plan gpt2 --slice v5e-8 --set layer=3", "layers"),
-    "a setting far from any": ("plan gpt2 --slice v5e-8 --set zzz=3", "there are name, layers, d_model, heads"),
-    "a setting of a function misspelt": ("plan net.py --slice v5e-8 --set hiden=3", "hiden"),
-    "a setting without a value": ("plan gpt2 --slice v5e-8 --set layers", "--set must be NAME=VALUE"),
-    "microbatches that do not divide": ("plan gpt2 --slice v5e-8 --set accumulation=3", "32 % 3 = 2"),
-    "slots nowhere": ("plan gpt2 --slice v5e-8 --set slots_on_host=2", "slots_on_host must be True or False"),
-    "an optimizer misspelt": ("plan gpt2 --slice v5e-8 --set optimizer=adamm", "did you mean 'adam'?"),
-    "a training step of images": ("plan resnet-50 --slice v3-8 --set accumulation=2", "no field 'accumulation'"),
-    "a setting of images misspelt": ("plan resnet-50 --slice v3-8 --set clases=10", "classes"),
-    "remat of images": ("plan resnet-50 --slice v3-8 --remat full", "--remat is for Transformers"),
-    "a length of images": ("plan resnet-50 --slice v3-8 --length 8", "--length is for Transformers"),
-    "a layout misspelt": ("plan gpt2 --slice v5e-8 --layout fdsp@fsdp:8", "did you mean 'fsdp'"),
-    "an option of a command before it": ("--json plan gpt2 --slice v5e-8", "options of a command come after it"),
-    "a command for help": ("help plan", "write meshlib COMMAND --help"),
-    "a mesh that is a number": ("plan gpt2 --slice v5e-8 --mesh 8", "--mesh: '8' has no ':'; a mesh is AXIS:SIZE"),
-    "a layout of nothing": ("plan gpt2 --slice v5e-8 --layout=", "--layout: nothing given; write LAYOUT@MESH"),
-    "a setting of another type": (
-        "plan gpt2 --slice v5e-8 --set layers=two",
-        "TransformerConfig: layers must be an integer, got str 'two'",
-    ),
-    "a layout misspelt, without a mesh": ("plan gpt2 --slice v5e-8 --layout fsdpp", "did you mean 'fsdp'"),
-    "a layout of a function by name": ("explain net.py --layout fsdp@data:8", "give rules, such as batch:data"),
-    "a layout of images misspelt": ("plan resnet-50 --slice v3-8 --layout dta@data:8", "did you mean 'data'"),
-    "a dim misspelt": ("explain net.py --layout bach:data@data:8", "did you mean 'batch'"),
-    "an axis misspelt": ("explain net.py --layout batch:dta@data:8", "dta"),
-    "a layout without a mesh": ("plan gpt2 --slice v5e-8 --layout fsdp", "say on which mesh"),
-    "no name of a file": ("report gpt2 --slice v5e-8 --out=", "--out is empty; name a file"),
-    "a mesh of another size": ("plan gpt2 --slice v5e-8 --layout fsdp@fsdp:4", "4"),
-    "a mesh without a layout of a function": ("plan net.py --slice v5e-8 --mesh data:8", "give --layout RULES"),
-    "a mesh that no layout takes": ("plan gpt2 --slice v5e-8 --mesh rows:2;cols:4", "without --layout"),
-    "a mesh for a search": ("plan gpt2 --slice v5e-8 --search --mesh data:8", "--sizes"),
-    "a choice misspelt": ("plan gpt2 --slice v5e-8 --remat fulll", "no choice 'fulll'; did you mean 'full'?"),
-    "a compiler misspelt": ("plan gpt2 --slice v5e-8 --compiler xla", "no choice 'xla'"),
-    "a batch that is no number": ("plan gpt2 --slice v5e-8 --batch many", "a whole number of at least 1, got 'many'"),
-    "a file that is missing": ("plan missing.py --slice v5e-8", "no file missing.py"),
-    "a file misspelt": ("plan nett.py --slice v5e-8", "no file nett.py; did you mean 'net.py'?"),
-    "the end of a file misspelt": ("plan broken.jsn --slice v5e-8", "did you mean 'broken.json'?"),
-    "an option unlike any": ("plan gpt2 --slice v5e-8 --price 3", "no option --price\n"),
-    "a value of a switch": ("plan gpt2 --slice v5e-8 --json=yes", "--json takes no value, got 'yes': write --json"),
-    "an option before the command, misspelt": ("--jsno plan gpt2", "no option --jsno; did you mean '--json'?"),
-    "a mesh of another size, without a layout": ("plan gpt2 --slice v5e-8 --mesh data:3", "use data:8"),
-    "more than the positions": ("plan gpt2 --slice v5e-8 --length 2048", "or use --set max_length=2048"),
-    "no axes": ("search gpt2 --slice v5e-8 --axes 0", "--axes: must be a whole number of at least 1, got '0'"),
-    "a config that is missing": ("plan missing.json --slice v5e-8", "missing.json"),
-    "a config of another model": ("plan config.json --slice v5e-8", "lama"),
-    "a config that is not JSON": ("plan broken.json --slice v5e-8", "broken.json"),
-    "a function that is missing": ("plan net.py:bild --slice v5e-8", "no function 'bild'"),
-    "a file that is not Python": ("plan bad.py --slice v5e-8", "SyntaxError"),
-    "a function that raises": ("plan net.py:unnamed --slice v5e-8", "ValueError: a value of mine (net.py:11)"),
-    "a trace below a file": ("trace gpt2 --slice v5e-1 --out net.py/trace.json", "net.py is a file"),
-    "a report below a file": ("report gpt2 --slice v5e-1 --out net.py/plan.html", "net.py is a file"),
-    "a slice given twice": (
-        "plan gpt2 --slice v5e-8 --slice v6e-8",
-        "--slice: given twice, 'v5e-8' and 'v6e-8'; a run takes one",
-    ),
-    "a batch given twice": (
-        "plan gpt2 --slice v5e-8 --batch 8 --batch 4",
-        "--batch: given twice, 8 and 4; a run takes",
-    ),
-    "a setting given twice": (
-        "plan gpt2 --slice v5e-8 --set layers=2 --set layers=3",
-        "layers is given twice, 2 and 3",
-    ),
-    "an option without its value": ("plan gpt2 --slice", "expected one argument: the slice, such as v5e-256"),
-    "a folder without a config": ("plan empty --slice v5e-8", "the folder empty has no config.json"),
-    "an array for a model": ("plan gpt2 --slice v5e-8 --arg x=f32[3]", "--arg is for JAX functions"),
-    "an optimizer for a model": ("plan gpt2 --slice v5e-8 --optimizer sgd", "--optimizer is for JAX functions"),
-    "names for a function": (
-        "plan net.py --slice v5e-8 --names x=batch",
-        "leave it out for net.py:build, or give them",
-    ),
-    "model files for a model": ("plan gpt2 --slice v5e-8 --models .", "--models is for MaxText configurations"),
-    "rows that are no number": ("estimate gpt2 --slice v5e-8 --rows x", "0 for all of them, got 'x'"),
-    "a report that is not a page": ("report gpt2 --slice v5e-1 --out plan.pdf", "must end in .html"),
-    "a check that is not Python": ("init gpt2 --slice v5e-1 --out plan.txt", "must end in .py"),
-    "values without a search": ("plan gpt2 --slice v5e-8 --try batch=1,2", "--try is for a search; add --search"),
-    "a time without a search": ("plan gpt2 --slice v5e-8 --seconds 5", "--seconds is for a search; add --search"),
-    "a length for serving": ("serve gpt2 --slice v5e-1 --length 64", "serving has --context and --prompt"),
-    "a check that is there": ("init gpt2 --slice v5e-1 --out net.py", "net.py exists already"),
-    "serving a model of images": ("serve resnet-50 --slice v3-8", "serve takes a Transformer"),
-    "serving too long a context": ("serve gpt2 --slice v5e-1 --context 4096", "1024"),
-    "a plot of another kind": (f"serve gpt2 --slice v5e-1 --context 64 --batch 1 {SMALL} --plot a.nope", "a.nope"),
-    "a mesh of another size than the slice's": ("check gpt2 --slice v5e-4 --layout fsdp@fsdp:8", "use fsdp:4"),
-    "a listing on another slice": ("explain gpt2 --slice v5e-8 --layout fsdp@fsdp:16", "use fsdp:8"),
-    "a mesh of a search": ("search net.py --slice v5e-8 --mesh data:8", "meshlib search --sizes"),
-    "a rank of no target": ("plan gpt2 --slice v5e-8 --rank 2", "--rank goes with --emit"),
-    "a backend of no compiler": ("plan gpt2 --slice v5e-8 --backend cpu", "--backend goes with --compile"),
-    "an option as a setting": ("plan gpt2 --slice v5e-8 --set remat=full", "as an option, --remat full"),
-    "a batch as a setting": ("plan gpt2 --slice v5e-8 --set batch=8", "as an option, --batch 8"),
-    "a chip in other letters": ("slices V5E", "no chip 'V5E'; did you mean 'v5e'?"),
-    "a model by its public name": ("plan meta-llama/Meta-Llama-3-8B --slice v5e-8", "did you mean 'llama3-8b'?"),
-    "a model without its size": ("dims mixtral", "did you mean 'mixtral-8x7b'?"),
-    "serving an encoder": ("serve bert-base --slice v5e-1", "serve takes decoders, and bert-base is an encoder"),
-    "serving an encoder-decoder": ("serve t5-small --slice v5e-4 --context 64", "t5-small is an encoder-decoder"),
-    "a dim that is none": ("explain net.py --layout zzz:data@data:8", "there are batch, k, hidden"),
-    "a compiled program that is missing": ("explain step.hlo.txt --slice v5e-8", "no file step.hlo.txt; name"),
-    "a layout that does not divide": (
-        "explain gpt2 --set d_ff=3070 --layout tensor@tensor:16",
-        "use --set d_ff=3072",
-    ),
-    "a report on two slices": ("report gpt2 --slice v5e-8,v6e-8 --out a.html", "is not a slice name; write a TPU"),
-    "a report without an end": ("report gpt2 --slice v5e-8 --out plan", "name it plan.html"),
-    "a check in no file": ("init gpt2 --slice v5e-8 --out tests", "name it tests.py"),
-    "one layout beside none": ("compare gpt2 --slice v5e-8 --layout fsdp@fsdp:8", "at least two --layout"),
-    "a load without its rate": ("serve gpt2 --slice v5e-8 --prompts 20 --outputs 10", "give --rate or --trace"),
-    "a load in words": ("serve gpt2 --slice v5e-8 --rate 20 --prompts x --outputs 20", '"100-2000" (all alike)'),
-    "a trace into a folder": ("trace net.py --slice v5e-8 --layout batch:a@a:8 --out .", ". is a folder; name a file"),
-    "a size with a point": ("dims net.py --set hidden=1.5", "the size must be an integer, not 1.5"),
-    "a size below one": ("dims net.py --set hidden=-5", "the size must be at least 1, not -5"),
-    "a layout in other signs": ("explain gpt2 --layout fsdp@fsdp=8", "a mesh is AXIS:SIZE"),
-    "a dim on two axes": ("explain net.py --layout batch:a;batch:b@a:4;b:2", "join their axes with '+'"),
-    "a slice with a comma": ("plan gpt2 --slice v5e-8,v5e-9", "the nearest are v5e-4, v5e-8, v5e-16"),
-    "no slices": ("plan gpt2 --slice 0*v5e-8", "the number of slices must be at least 1, not 0"),
-    "a run of two lengths": ("plan gpt2 --slice v5e-8 --tokens 1e9 --steps 5", "not allowed with argument --tokens"),
-    "rows that are none": ("validate --file empty", "empty"),
-    "figures of two kinds": ("validate --talks --machine", "leave out --machine"),
-    "records of nothing": ("records missing out", "expected a folder or a file, found none at 'missing'"),
-    "records in another form": ("records empty out --compression zip", "did you mean 'gzip'?"),
-    "a plan for another library": ("plan gpt2 --slice v5e-8 --emit jax", "there are maxtext, flax"),
-    "an objective of two": ("search net.py --slice v5e-8 --objective usd,step", "objective must be 'step_seconds'"),
-    "a search of no time": ("search net.py --slice v5e-8 --seconds -3", "must be a positive number, got '-3'"),
-    "a search continued from code": ("search net.py --slice v5e-8 --resume net.py", "is not a file of estimates"),
-    "microbatches of a pipeline": ("plan gpt2 --slice v5e-8 --set stages=4 --set microbatches=3", "use 2 or 4"),
-    "a plot without a name": ("profile net.py --slice v5e-8 --layout batch:a@a:8 --plot", "expected one argument"),
-    "options of two commands": ("verify net.py --layout batch:a@a:4 --seed 3", "no option --seed"),
-    "a latency of nothing": ("serve gpt2 --slice v5e-1 --within 0", "a positive number, got '0'"),
-}
-
-
-@each("typed, wanted", FORTY, parts=2)
-def test_forty_mistakes_get_one_line_that_says_what_to_do(
-    typed: str, wanted: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if "--plot" in typed:
-        pytest.importorskip("matplotlib", reason="a picture needs the extra 'plot'")
-    status, out, err = run(typed, capsys)
-    assert status == 2, (out, err)
-    assert wanted in err, err
-    lines = err.splitlines()
-    assert lines[0].startswith("meshlib"), err
-    assert "Traceback" not in err
-    assert len([line for line in lines if line.startswith("usage: ")]) <= 1
-    assert not lines[0].startswith("usage"), "the fault comes first"
-    assert len(lines[0]) < 400
-
-
-def test_there_are_forty() -> None:
-    assert len(FORTY) >= 40
-
+pytestmark = pytest.mark.usefixtures("folder")
 
 # ------------------------------------------------------------ width, JSON, colours
 
@@ -471,6 +251,38 @@ def test_the_check_that_init_writes_passes_and_fails_when_the_plan_changes(
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         assert "4 passed" in done.stdout, done.stdout
+
+
+def test_the_check_of_a_tight_plan_takes_it_as_tight(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    typed = "init llama2-7b --slice v5e-8 --batch 4 --remat full --layout"
+    verdicts = {
+        "sequence@tensor:8": ("tight=True", "tight: a whole run may not fit"),
+        "data+tensor@data:2;tensor:4": ("", "fails: the"),
+    }
+    for layout, (argument, said) in verdicts.items():
+        status, out, _ = run(f"{typed} {layout} --force", capsys)
+        assert (status, said in " ".join(out.split())) == (int(not argument), True), out
+        written = (folder / "test_plan.py").read_text()
+        assert ("tight=True" in written) == bool(argument)
+    names = names_of(written, folder / "test_plan.py")
+    assert "does not fit" in results_of(written, folder / "test_plan.py", names["program"]())["test_it_fits"]
+
+
+def test_compare_names_the_step_of_each(capsys: pytest.CaptureFixture[str]) -> None:
+    typed = f"compare gpt2 --slice v5e-8 --layout fsdp@fsdp:8 --layout data@data:8 {SMALL} --length 64"
+    for more, said in (("", "512 sequences"), ("--batch 8 --remat none", "8 sequences")):
+        _, out, _ = run(f"{typed} {more}", capsys)
+        each = [line for line in out.splitlines() if line.startswith("each:")]
+        assert each == [f"each:   {said} of 64 tokens, remat {'none' if more else 'full'} (--remat)"]
+
+
+def test_a_plan_names_the_largest_kinds_of_memory_first(capsys: pytest.CaptureFixture[str]) -> None:
+    typed = f"gpt2 --slice v5e-8 --layout fsdp@fsdp:8 --remat full {SMALL}"
+    _, out, _ = run(f"plan {typed}", capsys)
+    _, data, _ = run(f"estimate {typed} --json", capsys)
+    sizes = sorted(((size, kind) for kind, size in json.loads(data)[0]["peak_bytes_by_kind"].items()), reverse=True)
+    line = " ".join(out.partition("most of it ")[2].partition("  step")[0].split())
+    assert [part.split(" ", 2)[2] for part in line.split(", ")] == [kind for _, kind in sizes[:3]]
 
 
 def test_a_search_of_a_model_begins_with_what_plan_gives(

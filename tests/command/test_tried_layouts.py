@@ -52,5 +52,9 @@ def test_beside_a_tight_plan_the_fastest_of_which_a_whole_run_fits_is_named() ->
         plans = sorted(with_more_rematerialisation(subject, where, plans), key=lambda plan: plan.order)
         safe = [plan for plan in plans if plan.est is not None and plan.est.memory.verdict == "yes"]
         named = [f"  safer      fsdp on fsdp:8, remat {safe[0].choices['remat']}: "] if verdict == "tight" else []
-        lines = [line for line in text_of(subject, where, plans).splitlines() if "safer" in line]
+        text = text_of(subject, where, plans)
+        lines = [line for line in text.splitlines() if "safer" in line]
         assert [line[: len(name)] for line, name in zip(lines, named, strict=True)] == named
+        assert "--remat full" not in text, "more rematerialisation is what the line above names"
+        alone = text_of(subject, where, plans[:1])
+        assert ("--remat full" in alone) == (verdict == "tight")

@@ -154,7 +154,7 @@ MISTAKES = {
     "one request": (lambda: mtf.Arrivals.trace([(0, 1, 1)]), "needs at least 2 requests, got 1"),
     "a row": (lambda: mtf.Arrivals.trace([(0, 1, 1), (1, 2)]), r"request 2 of a trace must be \(seconds,"),  # type: ignore[list-item]
     "time": (lambda: mtf.Arrivals.trace([(1, 1, 1), (0, 2, 2)]), "in order of time .* see request 2"),
-    "no file": (lambda: mtf.Arrivals.trace("/nowhere.csv"), "cannot read the trace '/nowhere.csv'"),
+    "no file": (lambda: mtf.Arrivals.trace("/nowhere.csv"), "the trace '/nowhere.csv' can't be read"),
     "no load": (
         lambda: mtf.serving(mtf.models.preset("gpt2"), "v5e-1", chunk=8),
         "chunk is for a load; give arrivals=",

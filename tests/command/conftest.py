@@ -1,0 +1,21 @@
+"""A folder with what commands are tried on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.command.typed import NET
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "bad.py").write_text("def build(:\n")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path
