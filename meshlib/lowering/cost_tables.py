@@ -32,7 +32,7 @@ def dominated(axes: Sequence[int], tables: Sequence[Floats]) -> NDArray[np.bool_
     """Mask of a variable's values that another value dominates; `axes` are its axes in `tables`."""
     size = tables[0].shape[axes[0]] if tables else 0
     nothing = np.zeros(size, np.bool_)
-    if size * sum([table.size for table in tables]) > DOMINANCE_ENTRIES:
+    if not tables or size * sum([table.size for table in tables]) > DOMINANCE_ENTRIES:
         return nothing
     rows = [
         (table.swapaxes(0, axis) if axis else table).reshape(size, -1) for axis, table in zip(axes, tables, strict=True)

@@ -5,6 +5,10 @@ tables of the variable, and spreads it over the tables to variables that are yet
 program costs reaches the other end in a single sweep, and the sum of all tables' minima rises. Where it meets the cost
 of the incumbent, the choice is proved; below, it tells which values no better assignment has (`Elimination.prune`).
 
+Costs often creep in one direction for hundreds of sweeps. So each pair of sweeps starts beyond the end of the last one,
+in the direction of its step: as many times further as the reach, which grows with each higher bound. Where the bound
+falls, the pair is tried again with less reach.
+
 Source: V. Kolmogorov, Convergent tree-reweighted message passing for energy minimization, IEEE PAMI 28(10), 2006, and
 A new look at reweighted message passing, IEEE PAMI 37(5), 2015, for tables over more than two variables.
 """
@@ -18,10 +22,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshlib.lowering.cost_tables import Floats, marginal
+from meshlib.lowering.cost_tables import Floats, Ints
 from meshlib.lowering.elimination import Elimination
 
 ROUNDING = 1e-12  # relative error of a bound
+MOST_REACH, GROWTH, CUT = 2.0, 1.5, 4.0  # of the extrapolation, as multiples of the last step
 
 
 class _Link(NamedTuple):
@@ -47,16 +52,15 @@ class _Variable:
             lowest = rows
             for axis in others:
                 lowest = np.minimum.reduce(lowest, axis=axis)
-            costs = costs + lowest
+            costs += lowest
             least.append(lowest if is_finite else _finite(lowest))
         count = self.leading[backwards]
         share: Floats | float = 0.0
         if count:
             share = costs / max(self.leading)
-            costs = costs - count * (share if is_finite else _finite(share))
+            costs -= count * (share if is_finite else _finite(share))
         for (rows, _, leads), lowest in zip(self.links, least, strict=True):
             rows += share - lowest if leads[backwards] else -lowest
-        self.costs = costs
 
 
 def raise_bound(problem: Elimination, sweeps: int) -> float:
@@ -65,35 +69,70 @@ def raise_bound(problem: Elimination, sweeps: int) -> float:
     Returns: the lower bound.
     """
     order = program_order(problem)
-    place = {v: n for n, v in enumerate(order)}
-    nodes = {v: _Variable(np.zeros(problem.size[v])) for v in order}
-    is_finite = True  # no value is ruled out: that does not change
-    for scope in sorted(problem.tables):
-        if len(scope) == 1:
-            nodes[scope[0]].costs = problem.take(scope)
-            continue
-        table = problem.tables[scope] = problem.tables[scope].copy(order="C")
-        places = [place[v] for v in scope]
-        first, last = min(places), max(places)
-        for axis, v in enumerate(scope):
-            nodes[v].links.append(_Link(*_rows(table, axis), (place[v] < last, place[v] > first)))
-            is_finite &= bool(np.isfinite(marginal(table, axis)).all())
-    for node in nodes.values():
-        leads = [link.leads for link in node.links]
-        node.leading = sum([later for later, _ in leads]), sum([earlier for _, earlier in leads])
-        is_finite &= bool(np.isfinite(node.costs).all())
-    bound = -inf
-    for _ in range(0, sweeps, 2):
+    costs, starts = _joined(problem)
+    nodes, is_finite = _linked(problem, order), bool(np.isfinite(costs).all())
+    best, reach = -inf, 1.0
+    before, there = costs.copy(), np.empty_like(costs)  # after the last two pairs of sweeps that raised the bound
+    for n in range(0, sweeps, 2):
+        if n:
+            _extrapolate(before, there, reach, costs, is_finite)
         for v in order:
             nodes[v].visit(False, is_finite)
         for v in reversed(order):
             nodes[v].visit(True, is_finite)
-        before, bound = bound, problem.lower_bound() + sum([float(node.costs.min()) for node in nodes.values()])
-        if bound - before <= ROUNDING * abs(bound):
+        bound = problem.constant + float(np.minimum.reduceat(costs, starts).sum())
+        if bound < best:
+            reach /= CUT
+            continue
+        if n:
+            before, there, reach = there, before, min(reach * GROWTH, MOST_REACH)
+        np.copyto(there, costs)
+        is_over = bound - best <= ROUNDING * abs(bound)
+        best = bound
+        if is_over:
             break
-    for v, node in nodes.items():
-        problem.put((v,), node.costs)
+    np.copyto(costs, there)
     return problem.lower_bound()
+
+
+def _extrapolate(before: Floats, there: Floats, reach: float, costs: Floats, is_finite: bool) -> None:
+    """Set `costs` to what lies beyond `there`, by `reach` times the step from `before`."""
+    with np.errstate(invalid="ignore"):
+        np.subtract(there, before, out=costs)
+    costs *= reach
+    costs += there
+    if not is_finite:
+        np.copyto(costs, there, where=~np.isfinite(costs))
+
+
+def _joined(problem: Elimination) -> tuple[Floats, Ints]:
+    """Make the tables of a problem, one for each variable included, views of one array; and where each begins."""
+    for v in problem.domain:
+        problem.put((v,), np.zeros(problem.size[v]))
+    scopes = sorted(problem.tables)
+    tables = [problem.tables[scope] for scope in scopes]
+    costs = np.concatenate([table.ravel() for table in tables])
+    ends = np.cumsum([table.size for table in tables])
+    for scope, table, end in zip(scopes, tables, ends, strict=True):
+        problem.tables[scope] = costs[end - table.size : end].reshape(table.shape)
+    return costs, ends - [table.size for table in tables]
+
+
+def _linked(problem: Elimination, order: Sequence[int]) -> dict[int, _Variable]:
+    """The variables of a problem in an order, with their tables."""
+    place = {v: n for n, v in enumerate(order)}
+    nodes = {v: _Variable(problem.tables[v,]) for v in order}
+    for scope in sorted(problem.tables):
+        if len(scope) > 1:
+            places = [place[v] for v in scope]
+            first, last = min(places), max(places)
+            for axis, v in enumerate(scope):
+                rows = _rows(problem.tables[scope], axis)
+                nodes[v].links.append(_Link(*rows, (place[v] < last, place[v] > first)))
+    for node in nodes.values():
+        leads = [link.leads for link in node.links]
+        node.leading = sum([later for later, _ in leads]), sum([earlier for _, earlier in leads])
+    return nodes
 
 
 def program_order(problem: Elimination) -> list[int]:

@@ -74,8 +74,8 @@ def solve(graph: FactorGraph, limit: int = TABLE_LIMIT) -> Solution:
 
 
 def _noise(cost: float) -> float:
-    """Rounding error of a cost."""
-    return 1e-5 + 1e-12 * abs(cost)
+    """Rounding error of a cost; none if there is no solution yet."""
+    return 1e-5 + 1e-12 * abs(cost) if cost < inf else 0.0
 
 
 def _dive(graph: FactorGraph, core: Elimination, size: int) -> list[int]:

@@ -100,6 +100,21 @@ def test_dual_ascent_solves_chains_in_one_round_trip(seed: int) -> None:
     assert raise_bound(Elimination(graph), 2) == pytest.approx(least(graph))
 
 
+@pytest.mark.parametrize("seed", [0, 1, 3, 5, 8])
+def test_extrapolation_meets_the_least_cost_where_sweeps_alone_creep(seed: int) -> None:
+    """A long grid whose neighbours cost more the further apart their values are: bounds are tight in the limit."""
+    rng, length, width = np.random.default_rng(seed), 60, 4
+    graph = FactorGraph([4] * (length * width))
+    apart = np.abs(np.arange(4.0)[:, None] - np.arange(4))
+    for v in range(length * width):
+        graph.add([v], rng.random(4) / 2)
+        if v + width < length * width:
+            graph.add([v, v + width], apart * rng.random())
+        if v % width < width - 1:
+            graph.add([v, v + 1], apart * rng.random())
+    assert raise_bound(Elimination(graph), 40) == pytest.approx(solve(graph).cost, abs=1e-9)
+
+
 @pytest.mark.parametrize("seed", range(draws(5, 100)))
 def test_tight_bounds_need_no_dive(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain with costs that differ, so that one assignment alone meets the bound."""
