@@ -36,8 +36,8 @@ class Var:
     """One array of the traced function.
 
     `const`: its known elements, or one number if all are equal. `key`: it is a key of random
-    numbers, which draws of the library do not need. `data`: it depends on an argument. `level`: number of bodies, of
-    loops and others, that contain it.
+    numbers, which draws of the library do not need. `data`: it depends on an argument; `moves`: so that a gradient
+    may pass to it. `level`: number of bodies, of loops and others, that contain it.
     """
 
     shape: tuple[int, ...]
@@ -47,6 +47,7 @@ class Var:
     const: Array | None = None
     key: bool = False
     data: bool = False
+    moves: bool = False
     level: int = 0
     # for values in a loop body: the loop, and the value in each trip if known
     trips: tuple[int, Array] | None = None

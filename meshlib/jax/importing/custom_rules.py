@@ -17,6 +17,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import jax
+from jax.interpreters import ad
 
 from meshlib.core.source_lines import shown_file
 
@@ -40,6 +41,8 @@ def has_own_rule(eqn: Any) -> bool:
     name = eqn.primitive.name
     if name in _ALWAYS:
         return True
+    if is_of_library(eqn.primitive):
+        return eqn.primitive in ad.primitive_jvps
     params = eqn.params
     if name == HIGH_LEVEL:
         call = params["_prim"]
@@ -52,6 +55,12 @@ def has_own_rule(eqn: Any) -> bool:
     if any(not _of_jax(f.__code__.co_filename) for f in _functions(rule)):
         return True
     return named(eqn).partition(" ")[0] not in _DERIVATIVES
+
+
+@functools.cache
+def is_of_library(primitive: Any) -> bool:
+    """True if a primitive is implemented by functions outside JAX."""
+    return any(not _of_jax(f.__code__.co_filename) for f in _functions(primitive.impl))
 
 
 def _functions(rule: Any) -> Iterator[FunctionType]:

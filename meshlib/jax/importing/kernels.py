@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from meshlib.core.arguments import at
 from meshlib.core.errors import GraphError, nearest
 from meshlib.core.source_lines import users_function
+from meshlib.jax.importing.code import Array
 from meshlib.jax.importing.naming import WHAT
 
 Kernels = Mapping[str, Callable[..., Any]]
@@ -33,6 +36,23 @@ def kernel_name(eqn: Any) -> str:
         return str(getattr(function, "__name__", "callback"))
     given = params.get("name") or getattr(params.get("name_and_src_info"), "name", None)
     return str(given or getattr(params["jaxpr"].debug_info, "func_name", "kernel"))
+
+
+def raised(eqn: Any, behind: bool) -> list[Array] | None:
+    """What stands for the results of a callback that only raises, as in `equinox.error_if`, or is `behind` one.
+
+    NaN, which is an error of a checked step; None for other callbacks, and without any float among the results.
+    """
+    avals = [v.aval for v in eqn.outvars]
+    floats = [jax.numpy.issubdtype(a.dtype, np.floating) for a in avals]
+    if not any(floats) or not (behind or _never_returns(eqn)):
+        return None
+    return [np.full(a.shape, np.nan if f else 0, a.dtype) for a, f in zip(avals, floats, strict=True)]
+
+
+def _never_returns(eqn: Any) -> bool:
+    code = getattr(getattr(eqn.params.get("callback"), "callback_func", None), "__code__", None)
+    return code is not None and not any(i.opname.startswith("RETURN") for i in dis.get_instructions(code))
 
 
 def without_kernel(eqn: Any) -> str:

@@ -8,7 +8,7 @@ call is, the backward when a gradient is taken. So it makes no difference how th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,14 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from meshlib.core.arguments import at
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import Tensor
 from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import DTYPES, Code, CodeStep, Var
 from meshlib.jax.importing.control import unify
+from meshlib.jax.importing.custom_rules import named
+from meshlib.jax.importing.expansions import function_of
 from meshlib.jax.importing.pairs import is_complex, parts_of
 from meshlib.jax.importing.table import give, rule, same_axes
 from meshlib.jax.importing.writing import StepWriter
@@ -40,12 +43,19 @@ class Ruled:
 
     forward    a jaxpr from operands to results and residuals
     backward   a jaxpr from residuals and cotangents of `floating` results to cotangents of `moving` operands
+    refusal    what the rule says if it allows no gradient; then `moving` and `backward` are empty
     """
 
     forward: Any
     backward: Any
     moving: tuple[int, ...]
     floating: tuple[int, ...]
+    refusal: str = ""
+
+    @property
+    def marks(self) -> dict[str, Any]:
+        """Parameters of the imported step."""
+        return {"moving": self.moving, "floating": self.floating, "refusal": self.refusal}
 
 
 def ruled(eqn: Any, ins: Sequence[Var], axis_env: Sequence[tuple[str, int]] = ()) -> Ruled:
@@ -57,9 +67,11 @@ def ruled(eqn: Any, ins: Sequence[Var], axis_env: Sequence[tuple[str, int]] = ()
     reals, outs = parts_of(operands), parts_of(results)
     # As in JAX, the nonlinear operands of a `linear_call`, captured values and constants have no cotangent.
     fixed = sum(eqn.params.get(name, 0) for name in ("num_callee_consts", "num_res", "num_consts"))
-    moving = tuple(n for n, (a, x) in enumerate(zip(reals, ins, strict=True)) if _is_float(a) and n >= fixed and x.data)
+    moving = tuple(
+        n for n, (a, x) in enumerate(zip(reals, ins, strict=True)) if _is_float(a) and n >= fixed and x.moves
+    )
     floating = tuple(n for n, a in enumerate(outs) if _is_float(a))
-    function, env = _function(eqn), list(axis_env)
+    function, env = function_of(eqn), list(axis_env)
     trees: list[Any] = []
 
     def in_parts(*parts: Any) -> list[Any]:
@@ -85,10 +97,20 @@ def ruled(eqn: Any, ins: Sequence[Var], axis_env: Sequence[tuple[str, int]] = ()
     def backward(residuals: Sequence[Any], *cotangents: Any) -> Any:
         return jax.tree_util.tree_unflatten(trees[-1], residuals)(list(cotangents))
 
-    back = jax.make_jaxpr(backward, axis_env=env)(residual_shapes, *(outs[n] for n in floating))
+    refusal = ""
+    try:
+        back = jax.make_jaxpr(backward, axis_env=env)(residual_shapes, *(outs[n] for n in floating))
+    except RuntimeError as fault:  # as of `equinox.internal.nondifferentiable_backward`
+        refusal, moving = f"{named(eqn)}: {first_line(fault)}", ()
+        back = jax.make_jaxpr(lambda *_: [])(residual_shapes, *(outs[n] for n in floating))
     _refuse_captured(*closed.consts, *back.consts)
     live, _ = dce_jaxpr(back.jaxpr, [True] * len(moving), instantiate=True)
-    return Ruled(closed, core.ClosedJaxpr(live, back.consts), moving, floating)
+    return Ruled(closed, core.ClosedJaxpr(live, back.consts), moving, floating, refusal)
+
+
+def first_line(fault: Exception) -> str:
+    """The first line of what an exception says, or its type."""
+    return next(iter(str(fault).splitlines()), type(fault).__name__)[:200]
 
 
 def _refuse_captured(*consts: Any) -> None:
@@ -103,17 +125,6 @@ def _is_float(aval: Any) -> bool:
 def _joined(parts: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
     rest = iter(parts)
     return [jax.lax.complex(next(rest), next(rest)) if is_complex(a) else next(rest) for a in avals]
-
-
-def _function(eqn: Any) -> Callable[..., Sequence[Any]]:
-    """The call as a function of its operands."""
-    same = jax.make_jaxpr(lambda *xs: xs)(*(v.aval for v in eqn.invars))
-    outs = [core.Var(v.aval) for v in eqn.outvars]
-    call = eqn.replace(invars=same.jaxpr.invars, outvars=outs)
-    function: Callable[..., Sequence[Any]] = core.jaxpr_as_fun(
-        core.ClosedJaxpr(same.jaxpr.replace(eqns=[call], outvars=outs), ())
-    )
-    return function
 
 
 # ---------------------------------------------------------------- axes
@@ -152,6 +163,8 @@ def _write(w: StepWriter, step: CodeStep) -> Sequence[Tensor | None]:
         return results, [w.tensor(x) for x in residuals]
 
     def gradient(residual_values: Sequence[Tensor], dys: Sequence[Tensor | None]) -> list[Tensor | None]:
+        if step.params["refusal"]:
+            raise GraphError(f"{at('gradients')}: {step.params['refusal']} ({step.place.line})")
         inner = StepWriter(w.axes, dict(zip(residuals, residual_values, strict=True)), w.constraints)
         of_results = dict(zip(live, dys, strict=True))
         for ct, n in zip(backward.ins, step.params["floating"], strict=True):

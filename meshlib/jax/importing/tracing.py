@@ -17,14 +17,14 @@ from meshlib.jax.importing.custom_rules import has_own_rule, named
 from meshlib.jax.importing.draws import DRAWS, OPERANDS
 from meshlib.jax.importing.expansions import expanded
 from meshlib.jax.importing.integers import as_signed
-from meshlib.jax.importing.kernels import KINDS, Kernels, kernel_name, traced_kernel, without_kernel
+from meshlib.jax.importing.kernels import KINDS, Kernels, kernel_name, raised, traced_kernel, without_kernel
 from meshlib.jax.importing.keyed import AGAIN, Keyed, Level
 from meshlib.jax.importing.pairs import ComplexPair, Value, aval_of, flat, in_parts, is_complex, packed, parts_of
 from meshlib.jax.importing.places import author_of, place_of, scopes_of
 from meshlib.jax.importing.rewrites import OWN_LINES, REWRITES
 from meshlib.jax.importing.rewrites.mapped import mapped_axes
 from meshlib.jax.importing.ruled import KIND as CUSTOM_RULE
-from meshlib.jax.importing.ruled import ruled
+from meshlib.jax.importing.ruled import first_line, ruled
 from meshlib.jax.importing.table import RULES
 from meshlib.jax.importing.trips import count_trips, follow
 
@@ -62,6 +62,7 @@ class Tracing:
     saved: int = 0
     kernels: Kernels = field(default_factory=dict)  # replacements of opaque kernels by name
     met: list[str] = field(default_factory=list)  # kernel names that occurred
+    unreached: set[Value] = field(default_factory=set)  # results of callbacks that only raise
     axis_env: tuple[tuple[str, int], ...] = ()  # axes of the enclosing `shard_map`
     in_rule: bool = False  # inside a derivative rule, where nothing is differentiated further
     refused: dict[str, int] = field(default_factory=dict)  # unsupported calls, with counts
@@ -75,7 +76,8 @@ class Tracing:
         dtype = self.half if dtype == "float16" else dtype
         key = dtype.startswith("key<") or (of_keys and dtype == "uint32")
         level = len(self.levels) - 1
-        return Var(tuple(map(int, aval.shape)), dtype, self.axes.space(), key=key, data=data, level=level)
+        moves = data and "float" in dtype
+        return Var(tuple(map(int, aval.shape)), dtype, self.axes.space(), key=key, data=data, moves=moves, level=level)
 
     def known(self, value: Any, aval: Any) -> Value:
         """A value with known elements."""
@@ -125,7 +127,7 @@ class Tracing:
 
     def _step(self, eqn: Any, ins: list[Value], place: SourcePlace) -> Sequence[Value]:
         name, params = eqn.primitive.name, eqn.params
-        if not self.in_rule and has_own_rule(eqn) and _has_float_data(ins):
+        if not self.in_rule and has_own_rule(eqn) and any(x.moves for x in flat(ins)):
             return self._ruled(eqn, ins, place)
         if name in KINDS:
             return self._kernel(eqn, ins, place)
@@ -200,8 +202,11 @@ class Tracing:
         """
         of_keys = any(x.key for x in ins) and kind != "random_bits"
         avals = [v.aval for v in eqn.outvars] if avals is None else avals
-        data = any(x.data for x in (ins if reads is None else reads))
-        outs = [self.var(aval, data, of_keys) for aval in avals]
+        reads = ins if reads is None else reads
+        outs = [self.var(aval, any(x.data for x in reads), of_keys) for aval in avals]
+        if kind == "stop_gradient" or not any(x.moves for x in reads):
+            for out in outs:
+                out.moves = False
         step = CodeStep(kind, ins, outs, {**eqn.params, **params}, place, bodies)
         if self._are_empty(outs) or self._folded(step):
             return outs
@@ -275,6 +280,10 @@ class Tracing:
         self.met.append(name)
         if name in self.kernels:
             return self.inline(traced_kernel(name, self.kernels[name], eqn), ins, place, inherit=True)
+        if (nans := raised(eqn, behind=not self.unreached.isdisjoint(ins))) is not None:
+            results = [self.known(x, v.aval) for x, v in zip(nans, eqn.outvars, strict=True)]
+            self.unreached.update(results)
+            return results
         return self._refuse(eqn, f"{eqn.primitive.name} ({place.line}): {without_kernel(eqn)}")
 
     def _refuse(self, eqn: Any, why: str) -> list[Value]:
@@ -287,14 +296,13 @@ class Tracing:
 
     def _ruled(self, eqn: Any, ins: list[Value], place: SourcePlace) -> list[Value]:
         """Add a call with a custom derivative rule."""
-        if any(x.data and "float" in x.dtype for x in flat(ins[: eqn.params.get("num_consts", 0)])):
+        if any(x.moves for x in flat(ins[: eqn.params.get("num_consts", 0)])):
             why = "it closes over a value that the arguments determine, for which its derivative rule says nothing"
             return self._refuse(eqn, f"{named(eqn)}: {why}; pass that value as an argument")
         try:
             call = ruled(eqn, flat(ins), self.axis_env)
         except Exception as fault:  # the rule is the user's
-            why = next(iter(str(fault).splitlines()), type(fault).__name__)
-            return self._refuse(eqn, f"{named(eqn)}: its derivative rule can't be traced: {why:.200}")
+            return self._refuse(eqn, f"{named(eqn)}: its derivative rule can't be traced: {first_line(fault)}")
         operands, self.in_rule = flat(ins), True
         forward = self.body(call.forward, operands, SourcePlace(place.line, ()))
         results = len(parts_of([v.aval for v in eqn.outvars]))
@@ -304,9 +312,7 @@ class Tracing:
         cotangents = [self.var(aval) for aval in of_cotangents]
         backward = self.body(call.backward, [*residuals, *cotangents], SourcePlace(place.line, ()))
         backward.ins, self.in_rule = cotangents, False
-        return self._holding(
-            CUSTOM_RULE, eqn, operands, place, (forward, backward), moving=call.moving, floating=call.floating
-        )
+        return self._holding(CUSTOM_RULE, eqn, operands, place, (forward, backward), None, **call.marks)
 
     def _scan(self, eqn: Any, ins: list[Value], place: SourcePlace) -> list[Value]:
         (consts, carries), closed = scan_sizes(eqn.params), eqn.params["jaxpr"]
@@ -384,7 +390,3 @@ def _branch_here(platforms: Sequence[tuple[str, ...] | None]) -> int | None:
 def _reads_keys(step: CodeStep) -> bool:
     """True if a step draws numbers with keys, or derives keys from others."""
     return any(x.key for x in step.ins) and (step.kind in DRAWS or all(out.key for out in step.outs))
-
-
-def _has_float_data(values: Sequence[Value]) -> bool:
-    return any(x.data and "float" in x.dtype for x in flat(values))

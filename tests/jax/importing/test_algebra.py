@@ -60,6 +60,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda w, x: (lax.linalg.tridiagonal_solve(w[0, 0], w[0, 1] + 4, w[0, 2], x.T) ** 2).sum(),
         (W * (1 - np.eye(4, dtype=np.float32)), X),
     ),
+    "order of pivots": (
+        lambda w, x: (x[:, lax.linalg.lu_pivots_to_permutation(lax.linalg.lu(w)[1], 4)[1]] * x).sum(),
+        (W, X),
+    ),
     "krylov space": (
         lambda w, x: (
             jax.scipy.sparse.linalg.gmres(lambda v: w[0] @ v + 4 * v, x[0], restart=3, maxiter=2)[0] ** 2

@@ -21,6 +21,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from meshlib.jax.importing.code import CodeStep, Var
+from meshlib.jax.importing.expansions import without_library_primitives
 from meshlib.jax.importing.intervals import interval_of, results_within
 from meshlib.jax.importing.rewrites.table import Function, rewrite
 from meshlib.jax.importing.table import rule
@@ -42,7 +43,8 @@ class _While:
     @classmethod
     def of(cls, step: CodeStep) -> _While:
         p = step.params
-        return cls(p["cond_jaxpr"], p["body_jaxpr"], int(p["cond_nconsts"]), int(p["body_nconsts"]))
+        cond, body = (without_library_primitives(p[name]) for name in ("cond_jaxpr", "body_jaxpr"))
+        return cls(cond, body, int(p["cond_nconsts"]), int(p["body_nconsts"]))
 
     def parted(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Split operands into those of the condition, those of the body, and the carries."""
@@ -57,10 +59,16 @@ def _conjuncts(jaxpr: Any) -> Iterator[Any]:
     while waiting:
         flag = waiting.pop()
         eqn = makers.get(flag) if not hasattr(flag, "val") else None
-        if eqn is not None and (eqn.primitive.name == "and" or eqn.params.get("name") == "logical_and"):
+        if eqn is not None and _joins_flags(eqn):
             waiting += eqn.invars
         else:
             yield flag
+
+
+def _joins_flags(eqn: Any) -> bool:
+    """True if an equation is true only where all its operands are."""
+    name, dtype = eqn.primitive.name, eqn.invars[0].aval.dtype
+    return name == "and" or eqn.params.get("name") == "logical_and" or (name, dtype) == ("convert_element_type", bool)
 
 
 def _needed_part(body: Any, consts: int, live: list[bool]) -> tuple[Any, list[bool], list[bool]]:

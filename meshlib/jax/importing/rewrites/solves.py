@@ -83,6 +83,30 @@ def _triangular(step: CodeStep) -> Function:
 rewrite("triangular_solve", _triangular)
 
 
+def _swapped(x: Any, here: Any, there: Any, along: int) -> Any:
+    """`x` with two rows of an axis exchanged, which two masks mark."""
+    first, second = ((x * mask).sum(along, keepdims=True).astype(x.dtype) for mask in (here, there))
+    return jnp.where(here, second, jnp.where(there, first, x))
+
+
+def _permutation(step: CodeStep) -> Function:
+    """The order of rows after their exchanges."""
+    row = np.arange(step.params["permutation_size"], dtype="int32")
+
+    def run(pivots: Any) -> Any:
+        def trip(order: Any, exchange: Any) -> tuple[Any, None]:
+            n, pivot = exchange
+            return _swapped(order, row == n, row == pivot[..., None], -1), None
+
+        steps = np.arange(pivots.shape[-1], dtype="int32"), jnp.moveaxis(pivots, -1, 0)
+        return lax.scan(trip, jnp.broadcast_to(row, (*pivots.shape[:-1], row.size)), steps)[0]
+
+    return run
+
+
+rewrite("lu_pivots_to_permutation", _permutation)
+
+
 def _lu(step: CodeStep) -> Function:
     def run(x: Any) -> Any:
         rows, columns = x.shape[-2:]
@@ -93,13 +117,8 @@ def _lu(step: CodeStep) -> Function:
             x, order = held
             pivot = jnp.argmax(jnp.where(row >= n, jnp.abs((x * (column == n)).sum(-1)), -1), -1)[..., None]
             here, there = row == n, row == pivot
-
-            def swapped(y: Any, here: Any, there: Any, along: int) -> Any:
-                first, second = ((y * m).sum(along, keepdims=True).astype(y.dtype) for m in (here, there))
-                return jnp.where(here, second, jnp.where(there, first, y))
-
-            x = swapped(x, here[:, None], there[..., None], -2)
-            order = swapped(order, here, there, -1)
+            x = _swapped(x, here[:, None], there[..., None], -2)
+            order = _swapped(order, here, there, -1)
             top = (x * here[:, None]).sum(-2)
             factors = (x * (column == n)).sum(-1) / (top * (column == n)).sum(-1, keepdims=True)
             below = (row > n)[:, None]
