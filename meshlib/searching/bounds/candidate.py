@@ -41,7 +41,7 @@ from meshlib.searching.bounds.elements import NOTHING, ElementTraffic, Passing, 
 from meshlib.searching.bounds.flow_tracing import flow_of, is_gradient
 from meshlib.searching.bounds.node_splits import NodeSplits
 from meshlib.searching.bounds.products import ProductKernel
-from meshlib.searching.bounds.shared_times import TimedBatch
+from meshlib.searching.bounds.shared_splits import Batch
 from meshlib.searching.bounds.split_products import SplitProducts
 from meshlib.searching.renamed_dims import Names, Passages
 from meshlib.searching.space import Candidate
@@ -182,7 +182,7 @@ class Bounds:
             for at in range(0, len(numbers) if count else 0, BATCH):
                 own = [candidates[n] for n in numbers[at : at + BATCH]]
                 shared = self._known.setdefault(chip, {})
-                batch = TimedBatch(own, self.passages, self.physics, self.compiler, shared)
+                batch = Batch(own, self.passages, self.physics, self.compiler, shared)
                 elements = np.array([self._element_seconds(c) for c in own])
                 core = CoreTime(batch).seconds(self.flow, elements)
                 for n, c, value in zip(numbers[at : at + BATCH], own, core.tolist(), strict=True):

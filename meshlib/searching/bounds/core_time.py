@@ -26,8 +26,8 @@ import numpy as np
 from meshlib.searching.bounds.dataflow import Edge, Flow
 from meshlib.searching.bounds.min_sum import Table
 from meshlib.searching.bounds.needless_collectives import NeedlessCollectives
-from meshlib.searching.bounds.shared_splits import GATHERS, SUMS, Bools, Floats, Ints, Usable
-from meshlib.searching.bounds.shared_times import TimedBatch
+from meshlib.searching.bounds.shared_splits import GATHERS, SUMS, Batch, Bools, Floats, Ints
+from meshlib.searching.bounds.shared_times import FlowCollectives
 
 LONG = 1e6  # seconds: of options that an axis does not have
 MOST_TARGETS = 3  # targets of one node that are bounded jointly
@@ -114,7 +114,7 @@ class Sent:
 class CoreTime:
     """Core time of some candidates with the same number of axes."""
 
-    batch: TimedBatch
+    batch: Batch
 
     def seconds(self, flow: Flow, element_seconds: Floats) -> Floats:
         """Lower bounds on the seconds of a program, whose element-wise kernels take at least `element_seconds`."""
@@ -131,8 +131,11 @@ class CoreTime:
         for n, node in enumerate(flow.nodes):
             if node.loop is not None:
                 trip = self._sums(node.loop, True)
-                means += node.trips * trip.means
-                hidden, last = hidden + node.trips * trip.hidden, last + node.trips * trip.last
+                # a trip may have a larger share than the whole, whose element-wise kernels count with its own
+                means += node.trips * np.maximum.accumulate(
+                    trip.means - np.array(SHARES)[:, None] * trip.hidden, axis=0
+                )
+                last = last + node.trips * trip.last
                 continue
             own = batch.seconds(flow, n)
             if own is not None:
@@ -140,7 +143,8 @@ class CoreTime:
         times = self._times(flow, seconds)
         means += sum((time.least for time in times.values()), np.zeros(count))
         exempt = _Exempt(flow, batch)
-        sent = [*self._sent(flow, in_loop, times, exempt)]
+        collectives = FlowCollectives(batch, flow, {n: time.usable for n, time in times.items()})
+        sent = [*self._sent(collectives, in_loop, times, exempt)]
         means += sum((self._least(axis, times, sent) for axis in range(batch.count)), np.zeros_like(means))
         return Sums(means, hidden + exempt.hidden, last + exempt.last)
 
@@ -154,18 +158,19 @@ class CoreTime:
                     times[n] = NodeTimes.of(_only(own, usable[n]))
         return times
 
-    def _sent(self, flow: Flow, in_loop: bool, times: Mapping[int, NodeTimes], exempt: _Exempt) -> Iterator[Sent]:
+    def _sent(
+        self, of: FlowCollectives, in_loop: bool, times: Mapping[int, NodeTimes], exempt: _Exempt
+    ) -> Iterator[Sent]:
         """The collectives of a program or trip, over each axis."""
-        usable = {n: time.usable for n, time in times.items()}
-        for edges in flow.apart:
+        for edges in of.flow.apart:
             if in_loop and self.batch.compiler.unrolled_loops:  # the next trip begins before such collectives end
                 edges = [edge for edge in edges if edge.home is None]
             beside = [edge for edge in edges if edge.beside]
             for edge in beside:
-                yield from self._owed(flow, edge, len(beside), usable, exempt)
+                yield from self._owed(of, edge, len(beside), exempt)
             if not beside:  # otherwise one collective may serve both
                 for axis in range(self.batch.count):
-                    yield from self._others(flow, edges, axis, times, usable)
+                    yield from self._others(of, edges, axis, times)
 
     def _least(self, axis: int, times: Mapping[int, NodeTimes], sent: Sequence[Sent]) -> Floats:
         """The least sum of what an axis adds to products, and of its collectives, for [share, candidate]."""
@@ -181,42 +186,41 @@ class CoreTime:
             least.append(table.least())
         return np.array(least)
 
-    def _owed(self, flow: Flow, edge: Edge, count: int, usable: Usable, exempt: _Exempt) -> Iterator[Sent]:
+    def _owed(self, of: FlowCollectives, edge: Edge, count: int, exempt: _Exempt) -> Iterator[Sent]:
         """The core's time for the collectives on an edge, one of `count` edges that they may serve."""
-        batch = self.batch
         node = edge.target if edge.home is None else edge.source
         if node == exempt.left_out and edge.home is None:
             return
-        needs = batch.needs(flow, edge)  # for each axis and option, whether it takes part in the collective
-        owed = batch.physics.early_exposed / count * batch.shared_out(flow, edge, needs, usable)
+        needs = of.needs(edge)  # for each axis and option, whether it takes part in the collective
+        owed = self.batch.physics.early_exposed / count * of.shared_out(edge, needs)
         exempt.add(edge, owed.sum(axis=0))
         for axis, (own, need) in enumerate(zip(owed, needs, strict=True)):
             yield Sent(axis, (node,), np.where(need, own[:, None], 0.0))
 
     def _others(
-        self, flow: Flow, edges: Sequence[Edge], axis: int, times: Mapping[int, NodeTimes], usable: Usable
+        self, of: FlowCollectives, edges: Sequence[Edge], axis: int, times: Mapping[int, NodeTimes]
     ) -> Iterator[Sent]:
         """Seconds for the collectives over an axis from one source, which may serve all its edges."""
-        edges = [edge for edge in edges if self.batch.sends(flow, edge, axis, usable).any()]
+        edges = [edge for edge in edges if of.sends(edge, axis).any()]
         if not edges:
             return
-        batch, source = self.batch, edges[0].source
+        batch, flow, source = self.batch, of.flow, edges[0].source
         targets = list(dict.fromkeys(edge.target for edge in edges))[:MOST_TARGETS]
         scope = (source, *targets)
         shape = [len(batch.candidates), *(batch.options(flow, n) for n in scope)]
         either, cut, awaited = (np.zeros(shape) for _ in range(3))
         whole, needless = np.ones(shape, bool), np.zeros(shape, bool)
-        useless = NeedlessCollectives(batch, flow, usable).gathers(edges, axis)
-        joining = [np.any([batch.sends(flow, edge, m, usable) for edge in edges], axis=0) for m in range(batch.count)]
+        useless = NeedlessCollectives(batch, flow, of.usable).gathers(edges, axis)
+        joining = [np.any([of.sends(edge, m) for edge in edges], axis=0) for m in range(batch.count)]
         for edge in edges:
             if edge.target not in targets:
                 continue
             kinds = batch.kinds(flow, edge, axis)  # [candidates, options of source, options of target]
             place = [*kinds.shape[:2], *(kinds.shape[2] if n == edge.target else 1 for n in targets)]
             hidden = sum(times[n].least for n in flow.attention_beside(edge) if n in times)
-            share = batch.share_of_waits(flow, edge, axis, usable)[:, None]
-            whole_wire = batch.wire_seconds(flow, edge, axis, joining, usable)
-            group = batch.most_devices(flow, edges, axis, usable)
+            share = of.share_of_waits(edge, axis)[:, None]
+            whole_wire = of.wire_seconds(edge, axis, joining)
+            group = of.most_devices(edges, axis)
             wire, first, part = (
                 np.take_along_axis(each, kinds.reshape(len(kinds), -1), axis=1).reshape(kinds.shape)
                 for each in (
@@ -225,9 +229,9 @@ class CoreTime:
                     1 - 1 / group,
                 )
             )
-            in_pieces = batch.in_pieces(flow, edges, edge, axis, usable)
+            in_pieces = of.in_pieces(edges, edge, axis)
             # beside one product there may be pieces that it reads and others of its sum: half of each counts
-            waits = first + part / 2 * self._longer(flow, edges, edge, axis, times, usable, wire, kinds)
+            waits = first + part / 2 * self._longer(of, edges, edge, axis, times, wire, kinds)
             needless |= (kinds == GATHERS).reshape(place) & useless.reshape(len(kinds), -1, *[1] * len(targets))
             np.maximum(either, wire.reshape(place), out=either)
             np.maximum(cut, wire.reshape(place), out=cut)
@@ -237,12 +241,11 @@ class CoreTime:
 
     def _longer(
         self,
-        flow: Flow,
+        of: FlowCollectives,
         edges: Sequence[Edge],
         edge: Edge,
         axis: int,
         times: Mapping[int, NodeTimes],
-        usable: Usable,
         wire: Floats,
         kinds: Ints,
     ) -> Floats:
@@ -254,7 +257,7 @@ class CoreTime:
             others: dict[int, Bools] = {}  # further products, and whether they read what is gathered
             for e in edges:
                 if e.target in times and e.target != edge.target:
-                    reads = self.batch.sends(flow, e, axis, usable)
+                    reads = of.sends(e, axis)
                     others[e.target] = others.get(e.target, reads) | reads
             beside = target.most(axis) + sum(times[n].most() * reads for n, reads in others.items())
             left = wire - np.reshape(beside, (-1, 1, 1)) - target.excesses[axis][:, None, :]
@@ -273,7 +276,7 @@ class _Exempt:
         before another product that is the first, or in pieces beside the last; `last`: at most after the last.
     """
 
-    def __init__(self, flow: Flow, batch: TimedBatch) -> None:
+    def __init__(self, flow: Flow, batch: Batch) -> None:
         self.flow, self.batch = flow, batch
         self.before: dict[int, Floats] = {}
         self.after: tuple[dict[int, Floats], dict[int, Floats]] = ({}, {})  # whole, in pieces

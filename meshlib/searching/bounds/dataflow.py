@@ -75,6 +75,7 @@ class Node:
     trips: float = 1
     smaller: bool = False  # whether the product may be computed from smaller factors of its operands, with less work
     laid: bool = False  # whether its sizes depend on the layout, so that any axis may split it
+    elements_per_flop: float = float("inf")  # of its operands and results
 
     @property
     def is_apart(self) -> bool:

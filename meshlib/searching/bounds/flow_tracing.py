@@ -16,6 +16,7 @@ from meshlib.estimation.work.products import attention_of
 from meshlib.estimation.work.stored_values import Origins, held_values
 from meshlib.lowering.assigned import is_weight, scope_of
 from meshlib.ops.contraction.einsum import EIGHT_BIT
+from meshlib.program.analysis.work import local_types
 from meshlib.program.instructions import Compute, Instruction, Loop, Resident, Value
 from meshlib.program.records import Program
 from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, HbmUse, Node, Placed, Split, ValueUse
@@ -168,7 +169,10 @@ class _Maker:
                 self.reached[x] = [replace(r, sizes=_smaller(r.sizes, least)) for r in self.reached.get(x, ())]
         product = Contraction.of(self.program, i, self.origins, self.early, self.temporaries[i])
         held = [] if laid else self._held(i)
-        node = Node(splits=splits, product=product, reads=self._reads(i), held=held, smaller=not full, laid=laid)
+        node = Node(
+            splits=splits, product=product, reads=self._reads(i), held=held, smaller=not full, laid=laid,
+            elements_per_flop=_elements_per_flop(i),
+        )  # fmt: skip
         number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.opdef.linear(op).operands)
         summed = any(f.role is not Role.PARALLEL for f in op.opdef.roles(op))
         for y in i.outputs:
@@ -213,7 +217,8 @@ class _Maker:
         node, op = Node(), i.operation
         if isinstance(i, Compute) and op.opdef.scores:
             splits = tuple(self._share(f) for f in op.opdef.roles(op) if f.role is not Role.WHOLE)
-            node = Node(splits=splits, attention=ProductKernel(self._names(i), "bf16", attention_of(self.program, i)))
+            kernel = ProductKernel(self._names(i), "bf16", attention_of(self.program, i))
+            node = Node(splits=splits, attention=kernel, elements_per_flop=_elements_per_flop(i))
         number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.opdef.linear(op).operands)
         for y in i.outputs:
             self._start(y, number)
@@ -296,6 +301,12 @@ class _Maker:
 def _is_large(i: Instruction) -> bool:
     """True if it is a loop, or a kernel without a product."""
     return not isinstance(i, Compute) or i.operation.opdef.kind is Kind.CONTRACTION or bool(i.operation.opdef.scores)
+
+
+def _elements_per_flop(i: Compute) -> float:
+    """Elements of operands and results per flop of a product or attention, as a lowering prices it."""
+    work = i.operation.opdef.work(*local_types(i), i.operation.attrs)
+    return sum(v.local_size for v in (*i.inputs, *i.outputs)) / max(1, work.mxu_flops)
 
 
 def _keeps_elements(op: Operation) -> bool:

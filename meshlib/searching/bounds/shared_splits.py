@@ -17,7 +17,7 @@ import numpy as np
 
 from meshlib.core.compiler import Compiler
 from meshlib.estimation.time.physics import Physics
-from meshlib.searching.bounds.collectives import GATHER, REDUCE, SCATTER, Machine
+from meshlib.searching.bounds.collectives import GATHER, REDUCE, SCATTER, Machine, wire_seconds
 from meshlib.searching.bounds.dataflow import Edge, Flow, Node, Placed, Split
 from meshlib.searching.bounds.node_splits import ANY, FREE, KINDS, SUM, WHOLE, NodeSplits, Options, ProductTraffic
 from meshlib.searching.renamed_dims import Passages
@@ -28,7 +28,7 @@ Ints: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Bools: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 Usable: TypeAlias = Mapping[int, Sequence[Bools]]  # for products and each axis: which [candidate, option] may be chosen
 NOT_SPLIT = (WHOLE, SUM, ANY, FREE)
-MOST_MOVES = 16  # bytes moved per element of operands and results in place of duplicated work, at most
+MOST_MOVES = 32  # bytes moved per element of operands and results in place of duplicated work, at most
 GATHERS, SUMS = KINDS.index(GATHER), (KINDS.index(SCATTER), KINDS.index(REDUCE))
 
 
@@ -81,6 +81,17 @@ class Batch:
         distinct, index = self._machines
         return np.array([value(machine) for machine in distinct])[index]
 
+    def rate(self, kind: int, axes: Sequence[int]) -> Floats:
+        """Seconds on the wire per byte of a collective over some axes."""
+        key = "rate", kind, tuple(axes)
+        rate: Floats | None = self._known.get(key)
+        if rate is None:
+            rate = np.zeros(len(self.candidates))
+            if axes and not self.compiler.offloads(KINDS[kind], self.candidates[0].slice.chip):
+                rate = self.by_machine(lambda machine: wire_seconds(machine, axes, KINDS[kind]))
+            self._known[key] = rate
+        return rate
+
     # ------------------------------------------------------------ nodes
 
     def options_of(self, node: Node) -> tuple[Options, Bools]:
@@ -129,20 +140,18 @@ class Batch:
 
     def is_plain(self, node: Node) -> bool:
         """True if the splits of a node are known exactly."""
-        return node.product is not None and not (node.smaller or node.laid or any(s.free for s in node.splits or ()))
+        return not (node.smaller or node.laid or any(s.free for s in node.splits or ()))
 
     def _without_duplicates(self, node: Node, options: Options, seconds: Floats, axis: int) -> Floats:
-        """Seconds with those infinite for which an axis computes the same product on all its devices, though it could
-        split it.
+        """Seconds with those infinite for which an axis does the same product or attention on all its devices, though
+        it could split it.
 
         A lowering drops such a strategy where resharding operands and result for a split one costs less than the
-        duplicated work (`meshlib.lowering.strategy_costs`): for all but small products.
+        duplicated work (`meshlib.lowering.strategy_costs`): for all but small ones.
         """
-        assert node.product is not None
         assert node.splits is not None
-        whole, others = node.product.whole, self.sizes.prod(axis=1) / self.sizes[:, axis]
-        moved = sum(1 / size for size in (whole.m, whole.k, whole.n)) * others  # at most, bytes per flop
-        is_large = 1 - 1 / self.sizes[:, axis] > MOST_MOVES * moved
+        others = self.sizes.prod(axis=1) / self.sizes[:, axis]  # may split the work, but none of what is moved
+        is_large = 1 - 1 / self.sizes[:, axis] > MOST_MOVES * node.elements_per_flop * others
         named = [[n is not None and not dims.isdisjoint(node.splits[n].operands) for n in options.numbers]
                  for dims in self.rule_dims(axis)]  # fmt: skip
         last, at = np.moveaxis(seconds, 1 + axis, -1), options.numbers.index(None)
@@ -228,68 +237,3 @@ class Batch:
             needs = np.broadcast_to(np.arange(len(needed)), (count, len(needed)))
         table = np.array([[kind(a, b, edge) for b in needed] for a in left], np.int64)
         return table[lefts[:, :, None], needs[:, None, :]]
-
-    def sends(self, flow: Flow, edge: Edge, axis: int, usable: Usable) -> Bools:
-        """For each candidate, whether an edge may need a collective over an axis."""
-        key = "sends", edge, axis
-        sends: Bools | None = self._known.get(key)
-        if sends is None:
-            sends = self._known[key] = np.asarray(self.usable_kinds(flow, edge, axis, usable).any(axis=(1, 2)))
-        return sends
-
-    def usable_kinds(self, flow: Flow, edge: Edge, axis: int, usable: Usable) -> Ints:
-        """`kinds`, but 0 where an option is not usable."""
-        kinds = self.kinds(flow, edge, axis)
-        if edge.source in usable:
-            kinds = np.where(usable[edge.source][axis][:, :, None], kinds, 0)
-        if edge.target in usable and edge.home is None:
-            kinds = np.where(usable[edge.target][axis][:, None, :], kinds, 0)
-        return kinds
-
-    def in_pieces(self, flow: Flow, edges: Sequence[Edge], edge: Edge, axis: int, usable: Usable) -> Bools:
-        """True if the collective over an axis on one of the edges that it may serve may be large enough to run in
-        pieces, for [candidate, option of the source, option of the target].
-
-        A sum is smaller by the other axes that split the result of its product under any usable option; a gathered
-        value by those that split it for all its readers.
-        """
-        kinds, most = self.kinds(flow, edge, axis), max(edge.sizes.values(), default=0.0)
-        summed, gathered = np.ones(len(kinds)), np.ones(len(kinds))
-        for other in (n for n in range(self.count) if n != axis):
-            size = self.sizes[:, other]
-            summed *= np.where(self.never(flow, (edge.source, None), other, usable, NOT_SPLIT), size, 1.0)
-            read = [self._splits_operand(flow, e, other, usable) for e in flow.readers(edges)]
-            gathered *= np.where(np.all(read, axis=0), size, 1.0)
-        large = [np.array([self.compiler.cuts_in_pieces(most / n) for n in parts]) for parts in (summed, gathered)]
-        if flow.nodes[edge.target].attention is not None or flow.is_for_homes(edges):
-            large[1] = np.zeros_like(large[1])
-        by_kind = (np.isin(kinds, SUMS) & large[0][:, None, None], (kinds == GATHERS) & large[1][:, None, None])
-        in_pieces: Bools = np.logical_or(*by_kind)
-        return in_pieces
-
-    def _splits_operand(self, flow: Flow, edge: Edge, axis: int, usable: Usable) -> Bools:
-        """For each candidate, True if an axis splits the value at the end of an edge under any usable option."""
-        if edge.home is not None:
-            split: Bools = self.homes_of(edge.home)[:, axis] > 0
-            return split
-        return self.never(flow, (edge.target, edge.operand), axis, usable, NOT_SPLIT)
-
-    def never(self, flow: Flow, of: tuple[int, int | None], axis: int, usable: Usable, forms: Sequence[str]) -> Bools:
-        """For each candidate, True if no usable option of a node gives an operand, or its result (None), one of some
-        forms over an axis."""
-        number, operand = of
-        if number not in usable:
-            return np.zeros(len(self.candidates), bool)
-        options, _ = self.options_of(flow.nodes[number])
-        given = options.results if operand is None else options.required(operand)
-        some: Bools = np.any(usable[number][axis] & np.isin(given, forms), axis=1)
-        return ~some
-
-    def needs(self, flow: Flow, edge: Edge) -> list[Bools]:
-        """For each axis, whether the collective on an edge between a variable and a product runs over it, for
-        [candidate, option of the product]."""
-        node = flow.nodes[edge.target if edge.home is None else edge.source]
-        _, possible = self.options_of(node)
-        wanted = (GATHERS,) if edge.home is None else SUMS
-        each = [self.kinds(flow, edge, axis) for axis in range(self.count)]
-        return [np.isin(kinds.reshape(len(kinds), -1), wanted) & possible[:, axis] for axis, kinds in enumerate(each)]

@@ -5,161 +5,156 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 
 from meshlib.estimation.work.combined_collectives import THRESHOLD_BYTES
-from meshlib.searching.bounds.collectives import overhead_seconds, wire_seconds
+from meshlib.searching.bounds.collectives import overhead_seconds
 from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, Placed
 from meshlib.searching.bounds.node_splits import ANY, FREE, KINDS, SUM, WHOLE
-from meshlib.searching.bounds.shared_splits import GATHERS, SUMS, Batch, Bools, Floats, Usable
+from meshlib.searching.bounds.shared_splits import GATHERS, NOT_SPLIT, SUMS, Batch, Bools, Floats, Ints, Usable
 
 
 @dataclass(eq=False)
-class TimedBatch(Batch):
-    """A batch of candidates with the seconds of its collectives."""
+class FlowCollectives:
+    """The collectives of one dataflow, for a batch of candidates; `usable`: the options of its products."""
 
-    _rates: dict[tuple[int, tuple[int, ...]], Floats] = field(default_factory=dict)
+    batch: Batch
+    flow: Flow
+    usable: Usable
+    _known: dict[object, Any] = field(default_factory=dict)
 
-    def share_of_waits(self, flow: Flow, edge: Edge, axis: int, usable: Usable) -> Floats:
-        """For each candidate, the share of a collective over an axis that counts, because those on several operands, or
-        for several homes, may be waited for at the same time: all of it if no other axis sends any, since they then
-        take turns on its links."""
-        node = None if flow.nodes[edge.target].placed is not None else edge.target
-        key = "waits", flow, node
-        known: tuple[dict[tuple[int, int], Floats], Bools] | None = self._known.get(key)
-        if known is None:
-            sizes: dict[tuple[int, int], Floats] = {}
-            over = np.zeros((self.count, len(self.candidates)), bool)
-            for e in flow.waited[node]:
-                sends = np.array([self.sends(flow, e, a, usable) for a in range(self.count)])
-                size = np.where(sends.any(axis=0), max(1.0, e.least_bytes), 0.0)
-                sizes[e.target, e.operand] = np.maximum(sizes.get((e.target, e.operand), 0.0), size)
-                over |= sends
-            known = self._known[key] = sizes, over
-        sizes, over = known
-        size, total = sizes[edge.target, edge.operand], np.sum([*sizes.values()], axis=0)
-        share = np.divide(size, total, out=np.ones_like(size), where=total > 0)
-        return np.where(np.delete(over, axis, axis=0).any(axis=0), share, 1.0)
+    def share_of_waits(self, edge: Edge, axis: int) -> Floats:
+        """For each candidate, the share of collectives over an axis that counts: those over one axis take turns on its
+        links, but those over several may be waited for at the same time, on several operands, or for several homes.
+
+        Axes share as the time of what they certainly send; if none certainly does, of what they may send.
+        """
+        node = None if self.flow.nodes[edge.target].placed is not None else edge.target
+        key = "waits", self.flow, node
+        shares: Floats | None = self._known.get(key)
+        if shares is None:
+            sent = np.array([self._waited(node, a) for a in range(self.batch.count)])  # [axis, certain, ...]
+            certain, possible = np.moveaxis(sent, 1, 0)
+            weights = np.where(certain.any(axis=0), certain, possible)
+            shares = np.divide(weights, weights.sum(axis=0), out=np.ones_like(weights), where=weights.any(axis=0))
+            self._known[key] = shares
+        own: Floats = shares[axis]
+        return own
+
+    def _waited(self, node: int | None, axis: int) -> Floats:
+        """Seconds on the wire over an axis alone that a node waits for, for [certainly, possibly; candidate]."""
+        seconds = np.zeros((2, len(self.batch.candidates)))
+        for edge in self.flow.waited[node]:
+            kinds = self.usable_kinds(edge, axis)
+            wire = self.batch.rate(GATHERS, (axis,)) * self._least_bytes(edge.sizes, (axis,), self._splitting(edge))
+            certain = ((kinds > 0) | ~self._usable_pairs(edge, axis)).all(axis=(1, 2))
+            seconds += wire * np.array([certain, (kinds > 0).any(axis=(1, 2))])
+        return seconds
 
     def _subsets(self) -> Iterator[tuple[int, ...]]:
         """All sets of axes, by their bits."""
-        axes = range(self.count)
-        return (tuple(axis for axis in axes if bits >> axis & 1) for bits in range(1 << self.count))
+        axes = range(self.batch.count)
+        return (tuple(axis for axis in axes if bits >> axis & 1) for bits in range(1 << self.batch.count))
 
-    def _rate(self, kind: int, axes: Sequence[int]) -> Floats:
-        """Seconds on the wire per byte of a collective over some axes."""
-        key = kind, tuple(axes)
-        rate = self._rates.get(key)
-        if rate is None:
-            rate = np.zeros(len(self.candidates))
-            if axes and not self.compiler.offloads(KINDS[kind], self.candidates[0].slice.chip):
-                rate = self.by_machine(lambda machine: wire_seconds(machine, axes, KINDS[kind]))
-            self._rates[key] = rate
-        return rate
-
-    def _splitting(self, flow: Flow, edge: Edge, usable: Usable) -> Bools:
+    def _splitting(self, edge: Edge) -> Bools:
         """For [candidate, axis], whether an axis may split a value that an edge sends: at its source, as a part of a
         sum, or as one of its readers takes it. A lowering uses no other axes for a collective."""
         key = "splitting", edge
         known: Bools | None = self._known.get(key)
         if known is None:
-            ends = [(edge.source, None, None), *((e.target, e.operand, e.home) for e in flow.readers([edge]))]
+            ends = [(edge.source, None, None), *((e.target, e.operand, e.home) for e in self.flow.readers([edge]))]
             known = self._known[key] = np.array(
-                [
-                    np.any([self._may_split(flow, *end, axis, usable) for end in ends], axis=0)
-                    for axis in range(self.count)
-                ]
+                [np.any([self._may_split(*end, axis) for end in ends], axis=0) for axis in range(self.batch.count)]
             ).T
         return known
 
-    def _may_split(
-        self, flow: Flow, number: int, operand: int | None, home: Placed | None, axis: int, usable: Usable
-    ) -> Bools:
-        placed = home or (flow.nodes[number].placed if operand is None else None)
+    def _may_split(self, number: int, operand: int | None, home: Placed | None, axis: int) -> Bools:
+        placed = home or (self.flow.nodes[number].placed if operand is None else None)
         if placed is not None:
-            return self.homes_of(placed)[:, axis] > 0
+            return self.batch.homes_of(placed)[:, axis] > 0
         forms = (WHOLE,) if operand is None else (WHOLE, ANY)
-        options, able = self.options_of(flow.nodes[number])[0], usable.get(number)
+        options, able = self.batch.options_of(self.flow.nodes[number])[0], self.usable.get(number)
         if able is None:
-            return np.ones(len(self.candidates), bool)
+            return np.ones(len(self.batch.candidates), bool)
         given = options.results if operand is None else options.required(operand)
         split: Bools = np.any(able[axis] & ~np.isin(given, forms), axis=1)
         return split
 
     def _least_bytes(self, sizes: Bytes, axes: Sequence[int], splitting: Bools) -> Floats:
         """Smallest bytes on a device if all other axes split whatever they may; `splitting`: [candidate, axis]."""
-        types, index = self.types
-        least = np.full(len(self.candidates), np.inf)
+        types, index = self.batch.types
+        least = np.full(len(self.batch.candidates), np.inf)
         for names, whole in sizes.items():
             touches = np.array([names is None or not names.isdisjoint(dims) for dims, _ in types], bool)
-            parts = np.where(touches[index] & splitting, self.sizes, 1.0)
+            parts = np.where(touches[index] & splitting, self.batch.sizes, 1.0)
             parts[:, list(axes)] = 1.0
             least = np.minimum(least, whole / parts.prod(axis=1))
         return least
 
-    def wire_seconds(self, flow: Flow, edge: Edge, axis: int, joining: Sequence[Bools], usable: Usable) -> Floats:
+    def wire_seconds(self, edge: Edge, axis: int, joining: Sequence[Bools]) -> Floats:
         """Seconds on the wire that count for an axis, for [candidate, kind]; `joining`: for each axis, which
         candidates may need other collectives over it from the same source.
 
         A collective over more axes has more links; it counts for each in proportion to its time over that one alone.
         """
-        seconds = np.zeros((len(self.candidates), len(KINDS)))
+        seconds = np.zeros((len(self.batch.candidates), len(KINDS)))
         bytes_of: dict[tuple[int, ...], Floats] = {}
-        splitting = self._splitting(flow, edge, usable)
+        splitting = self._splitting(edge)
         for kind in range(1, len(KINDS)):
-            part = np.ones(len(self.candidates))
+            part = np.ones(len(self.batch.candidates))
             for axes in self._subsets():
                 if axis not in axes:
                     continue
                 for those in (axes, *((n,) for n in axes)):
                     if those not in bytes_of:
                         bytes_of[those] = self._least_bytes(edge.sizes, those, splitting)
-                whole = np.sum([self._rate(kind, (n,)) * bytes_of[n,] for n in axes], axis=0)
-                joint = self._rate(kind, axes) * bytes_of[axes]
+                whole = np.sum([self.batch.rate(kind, (n,)) * bytes_of[n,] for n in axes], axis=0)
+                joint = self.batch.rate(kind, axes) * bytes_of[axes]
                 # a sum may be pending over further axes from before the source
                 able = kind in SUMS or np.all([joining[n] for n in axes], axis=0)
                 part = np.minimum(part, np.divide(joint, whole, out=np.ones_like(whole), where=able & (whole > 0)))
-            seconds[:, kind] = part * self._rate(kind, (axis,)) * bytes_of[axis,]
+            seconds[:, kind] = part * self.batch.rate(kind, (axis,)) * bytes_of[axis,]
         return seconds
 
-    def most_devices(self, flow: Flow, edges: Sequence[Edge], axis: int, usable: Usable) -> Floats:
+    def most_devices(self, edges: Sequence[Edge], axis: int) -> Floats:
         """The most devices of a gather or sum over an axis that serves some edges, and so pieces: [candidate, kind].
 
         A gather runs over further axes that need one, too; a sum over those over which it is pending, perhaps from
         before a product that they do not split.
         """
-        devices = np.repeat(self.sizes[:, [axis]], len(KINDS), axis=1)
-        for other in (n for n in range(self.count) if n != axis):
-            gathers = np.zeros(len(self.candidates), bool)
+        devices = np.repeat(self.batch.sizes[:, [axis]], len(KINDS), axis=1)
+        for other in (n for n in range(self.batch.count) if n != axis):
+            gathers = np.zeros(len(self.batch.candidates), bool)
             for edge in edges:
-                gathers |= (self.usable_kinds(flow, edge, other, usable) == GATHERS).any(axis=(1, 2))
-            sums = ~self.never(flow, (edges[0].source, None), other, usable, (WHOLE, SUM, FREE))
-            size = self.sizes[:, other]
+                gathers |= (self.usable_kinds(edge, other) == GATHERS).any(axis=(1, 2))
+            sums = ~self._never((edges[0].source, None), other, (WHOLE, SUM, FREE))
+            size = self.batch.sizes[:, other]
             devices[:, GATHERS] *= np.where(gathers, size, 1.0)
             devices[:, SUMS] *= np.where(sums, size, 1.0)[:, None]
         return devices
 
-    def shared_out(self, flow: Flow, edge: Edge, needs: Sequence[Bools], usable: Usable) -> Floats:
+    def shared_out(self, edge: Edge, needs: Sequence[Bools]) -> Floats:
         """Seconds on the wire of the collective on an edge between a variable and a product, for [axis, candidate].
 
         It runs over the axes whose options `needs` it, and over any set of them the sum is no more than its time: each
         axis has what it adds to those before it, in the order that gives most to axes that need it under every usable
         option.
         """
-        seconds = self._wire_of_sets(edge, self._splitting(flow, edge, usable))
-        options = usable[edge.target if edge.home is None else edge.source]
+        seconds = self._wire_of_sets(edge, self._splitting(edge))
+        options = self.usable[edge.target if edge.home is None else edge.source]
         takes = [need.any(axis=1) for need in needs]
         bits = sum(take.astype(int) << axis for axis, take in enumerate(takes))
-        of_sets = [seconds[bits & number, np.arange(len(self.candidates))] for number in range(len(seconds))]
+        of_sets = [seconds[bits & number, np.arange(len(self.batch.candidates))] for number in range(len(seconds))]
         certain = np.array([(need | ~able).all(axis=1) for need, able in zip(needs, options, strict=True)])
         best: Floats = np.zeros(certain.shape)
-        for order in permutations(range(self.count)):
+        for order in permutations(range(self.batch.count)):
             own, before = np.zeros(certain.shape), 0
             for axis in order:
                 own[axis] = np.maximum(of_sets[before | 1 << axis] - of_sets[before], 0.0)
                 before |= 1 << axis
-            part = np.ones(len(self.candidates))
+            part = np.ones(len(self.batch.candidates))
             for axes, most in zip(self._subsets(), of_sets, strict=True):
                 total = own[list(axes)].sum(axis=0)
                 part = np.minimum(part, np.divide(most, total, out=np.ones_like(part), where=total > 0))
@@ -180,28 +175,99 @@ class TimedBatch(Batch):
             return self._least_bytes(edge.sizes, axes, splitting)
 
         first = GATHERS if edge.home is None else SUMS[0]
-        alone = np.array([self._rate(first, axes) * least_bytes(axes) for axes in subsets])
+        alone = np.array([self.batch.rate(first, axes) * least_bytes(axes) for axes in subsets])
         seconds = alone
         if edge.home is not None:
-            unsplit = self.homes_of(edge.home) == 0
+            unsplit = self.batch.homes_of(edge.home) == 0
             seconds = np.array([
                 np.min([alone[m] for m in range(len(subsets)) if m & n == n], axis=0) if n else alone[0]
                 for n in range(len(subsets))
             ])  # fmt: skip
             for number, axes in enumerate(subsets):
-                again = np.zeros(len(self.candidates))
-                in_turn = np.zeros(len(self.candidates))
+                again = np.zeros(len(self.batch.candidates))
+                in_turn = np.zeros(len(self.batch.candidates))
                 for other, those in enumerate(subsets):  # the axes of the set by which the result is not split
                     if other & ~number:
                         continue
                     same = np.all([unsplit[:, a] == (a in those) for a in axes], axis=0)
                     split = subsets[number & ~other]
-                    gathered = self._rate(GATHERS, those) * least_bytes(those)
-                    reduced = self._rate(SUMS[1], those) * least_bytes(those)
-                    scattered = self._rate(SUMS[0], split) * least_bytes(axes)
+                    gathered = self.batch.rate(GATHERS, those) * least_bytes(those)
+                    reduced = self.batch.rate(SUMS[1], those) * least_bytes(those)
+                    scattered = self.batch.rate(SUMS[0], split) * least_bytes(axes)
                     again = np.where(same, gathered, again)
                     in_turn = np.where(same, scattered + reduced, in_turn)
                 seconds[number] = np.minimum(seconds[number] + again, in_turn) if number else 0.0
-        most = self.by_machine(lambda machine: overhead_seconds(machine, KINDS[first]))
+        most = self.batch.by_machine(lambda machine: overhead_seconds(machine, KINDS[first]))
         least = np.array([least_bytes(axes) for axes in subsets])
         return np.where((seconds < most) & (least < THRESHOLD_BYTES), 0.0, seconds)
+
+    def sends(self, edge: Edge, axis: int) -> Bools:
+        """For each candidate, whether an edge may need a collective over an axis."""
+        key = "sends", edge, axis
+        sends: Bools | None = self._known.get(key)
+        if sends is None:
+            sends = self._known[key] = np.asarray(self.usable_kinds(edge, axis).any(axis=(1, 2)))
+        return sends
+
+    def usable_kinds(self, edge: Edge, axis: int) -> Ints:
+        """`kinds`, but 0 where an option is not usable."""
+        return np.where(self._usable_pairs(edge, axis), self.batch.kinds(self.flow, edge, axis), 0)
+
+    def _usable_pairs(self, edge: Edge, axis: int) -> Bools:
+        """Which pairs of options of both ends are usable, broadcast against `kinds`."""
+        pairs = np.ones((len(self.batch.candidates), 1, 1), bool)
+        if edge.source in self.usable:
+            pairs = self.usable[edge.source][axis][:, :, None]
+        if edge.target in self.usable and edge.home is None:
+            pairs = pairs & self.usable[edge.target][axis][:, None, :]
+        return pairs
+
+    def in_pieces(self, edges: Sequence[Edge], edge: Edge, axis: int) -> Bools:
+        """True if the collective over an axis on one of the edges that it may serve may be large enough to run in
+        pieces, for [candidate, option of the source, option of the target].
+
+        A sum is smaller by the other axes that split the result of its product under any usable option; a gathered
+        value by those that split it for all its readers.
+        """
+        kinds, most = self.batch.kinds(self.flow, edge, axis), max(edge.sizes.values(), default=0.0)
+        summed, gathered = np.ones(len(kinds)), np.ones(len(kinds))
+        for other in (n for n in range(self.batch.count) if n != axis):
+            size = self.batch.sizes[:, other]
+            summed *= np.where(self._never((edge.source, None), other, NOT_SPLIT), size, 1.0)
+            read = [self._splits_operand(e, other) for e in self.flow.readers(edges)]
+            gathered *= np.where(np.all(read, axis=0), size, 1.0)
+        large = [
+            np.array([self.batch.compiler.cuts_in_pieces(most / n) for n in parts]) for parts in (summed, gathered)
+        ]
+        if self.flow.nodes[edge.target].attention is not None or self.flow.is_for_homes(edges):
+            large[1] = np.zeros_like(large[1])
+        by_kind = (np.isin(kinds, SUMS) & large[0][:, None, None], (kinds == GATHERS) & large[1][:, None, None])
+        in_pieces: Bools = np.logical_or(*by_kind)
+        return in_pieces
+
+    def _splits_operand(self, edge: Edge, axis: int) -> Bools:
+        """For each candidate, True if an axis splits the value at the end of an edge under any usable option."""
+        if edge.home is not None:
+            split: Bools = self.batch.homes_of(edge.home)[:, axis] > 0
+            return split
+        return self._never((edge.target, edge.operand), axis, NOT_SPLIT)
+
+    def _never(self, of: tuple[int, int | None], axis: int, forms: Sequence[str]) -> Bools:
+        """For each candidate, True if no usable option of a node gives an operand, or its result (None), one of some
+        forms over an axis."""
+        number, operand = of
+        if number not in self.usable:
+            return np.zeros(len(self.batch.candidates), bool)
+        options, _ = self.batch.options_of(self.flow.nodes[number])
+        given = options.results if operand is None else options.required(operand)
+        some: Bools = np.any(self.usable[number][axis] & np.isin(given, forms), axis=1)
+        return ~some
+
+    def needs(self, edge: Edge) -> list[Bools]:
+        """For each axis, whether the collective on an edge between a variable and a product runs over it, for
+        [candidate, option of the product]."""
+        node = self.flow.nodes[edge.target if edge.home is None else edge.source]
+        _, possible = self.batch.options_of(node)
+        wanted = (GATHERS,) if edge.home is None else SUMS
+        each = [self.batch.kinds(self.flow, edge, axis) for axis in range(self.batch.count)]
+        return [np.isin(kinds.reshape(len(kinds), -1), wanted) & possible[:, axis] for axis, kinds in enumerate(each)]
