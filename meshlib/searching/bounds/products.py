@@ -67,7 +67,7 @@ class Operands:
 
     def cut(self, product: Matmul, parts: int) -> Operands:
         """The operands of one device's part, if the product is cut into so many parts."""
-        return replace(self, product=product, temporary_bytes=self.temporary_bytes / parts)
+        return Operands(product, self.itemsizes, self.at_hand, self.temporary_bytes / parts)
 
     @property
     def bytes(self) -> tuple[float, float]:
@@ -141,7 +141,7 @@ class ProductKernel:
         """At most the product of one device, if the sides are cut into so many parts."""
         known = max(parts.values()) == 1 or all(f.size for f in self.factors or ())
         assert self.product is not None
-        return _cut_sides(self.product, self.sorted_rows, parts, known)
+        return _cut_sides(self.product, self.sorted_rows, tuple(parts[side] for side in SIDES), known)
 
     def seconds(self, chip: Chip, physics: Physics) -> tuple[float, float] | None:
         """Seconds of one attention on one device without launch, and the part lost when a split rounds its scores down.
@@ -161,9 +161,11 @@ def _sized(matmul: Matmul, product: Product) -> Matmul:
     return replace(matmul, m=product.rows, k=product.contracted, n=product.columns, batch=product.batch)
 
 
-def _cut_sides(untiled: Matmul, sorted_rows: Product | None, parts: Mapping[str, int], tiles: bool) -> Matmul:
-    """A product whose sides are cut into so many parts, rounded up; with `tiles` sorted rows are rounded down, and have
-    those that are computed twice, where groups share tiles."""
+@lru_cache(maxsize=1 << 16)
+def _cut_sides(untiled: Matmul, sorted_rows: Product | None, each: tuple[int, ...], tiles: bool) -> Matmul:
+    """A product whose sides are cut into so many parts `each`, rounded up; with `tiles` sorted rows are rounded down,
+    and have those that are computed twice, where groups share tiles. Cached."""
+    parts = dict(zip(SIDES, each, strict=True))
     side = "k" if sorted_rows is not None and sorted_rows.groups_summed else "m"
     cuts = {name: parts[name] for name in SIDES[:4]}
     cuts[side] *= parts[GROUPS] * parts[RUNS]
@@ -305,7 +307,7 @@ class Contraction:
         for n, count in cuts.items():
             if n in self.sides_of_factors:
                 parts[self.sides_of_factors[n]] *= count
-        return _cut_sides(self.untiled, self.sorted_rows, parts, not rounds)
+        return _cut_sides(self.untiled, self.sorted_rows, tuple(parts.values()), not rounds)
 
     def _product(self, cuts: Mapping[int, int]) -> Product:
         """The product of operands and a result with some factors cut into parts, each row computed once."""
@@ -325,16 +327,24 @@ class Contraction:
         `moves`: whether values between kernels pass through HBM unless they fit on the chip; `rounds`: whether sizes
         are rounded up, because they depend on the layout.
         """
-        part, times = self._part(cuts, rounds), Times(chip, physics)
-        rate = hbm_rate(chip) * chip.hbm_efficiency
+        part = self._part(cuts, rounds)
         if part is None:
-            return Timed(float("inf"), (), rate)
-        mxu, vpu = product_seconds(chip, part)
-        pieces = _exposed_bytes(chip, part, *self.sides) if self.sides is not None and mxu else ()
-        awaited = 0.0
-        if self.operands is not None and moves:
-            awaited = self.operands.cut(part, prod(cuts.values())).awaited_seconds(times)
-        return Timed(max(mxu and times.in_step_seconds([part], mxu), vpu), pieces, rate, max(0.0, awaited))
+            return Timed(float("inf"), (), hbm_rate(chip) * chip.hbm_efficiency)
+        operands = self.operands.cut(part, prod(cuts.values())) if self.operands is not None and moves else None
+        return _timed(chip, physics, part, self.sides, operands)
+
+
+@lru_cache(maxsize=1 << 16)
+def _timed(
+    chip: Chip, physics: Physics, part: Matmul, sides: tuple[Side, Side] | None, operands: Operands | None
+) -> Timed:
+    """A product on one device; `operands`: if it is known how they are read. Cached: many products are alike."""
+    times = Times(chip, physics)
+    mxu, vpu = product_seconds(chip, part)
+    pieces = _exposed_bytes(chip, part, *sides) if sides is not None and mxu else ()
+    awaited = operands.awaited_seconds(times) if operands is not None else 0.0
+    core_seconds = max(mxu and times.in_step_seconds([part], mxu), vpu)
+    return Timed(core_seconds, pieces, hbm_rate(chip) * chip.hbm_efficiency, max(0.0, awaited))
 
 
 @lru_cache(maxsize=1 << 16)

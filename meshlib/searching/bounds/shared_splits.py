@@ -164,11 +164,15 @@ class Batch:
 
     def rule_dims(self, axis: int) -> list[frozenset[str | None]]:
         """For each candidate, the dims for which an axis has a rule in all scopes."""
-        dims: list[frozenset[str | None]] = []
-        for s in self.splits:
-            rules, name = s.candidate.layout.rules, s.axes[axis][0]
-            scoped = {rule.dim for rule in rules if rule.scope in ("variables", "activations")}
-            dims.append(frozenset(r.dim for r in rules if r.scope is None and name in r.axes and r.dim not in scoped))
+        key = "rules", axis
+        dims: list[frozenset[str | None]] | None = self._known.get(key)
+        if dims is None:
+            dims = self._known[key] = []
+            for s in self.splits:
+                rules, name = s.candidate.layout.rules, s.axes[axis][0]
+                scoped = {rule.dim for rule in rules if rule.scope in ("variables", "activations")}
+                of_axis = (rule for rule in rules if rule.scope is None and name in rule.axes)
+                dims.append(frozenset(rule.dim for rule in of_axis if rule.dim not in scoped))
         return dims
 
     def _joint_seconds(
