@@ -39,13 +39,11 @@ SHARES = (0.95, 0.88, 0.8, 0.65, 0.5, 0.35, 0.25)
 class Sums:
     """Least sums of a program, or of one trip of a loop's body, in seconds, for each candidate.
 
-    `means`: for each share of `SHARES`, the mean with that weight of what is owed, and the rest of waits. `hidden`: at
-    most what is owed for collectives that may be hidden, before the first product or in pieces beside the last; `last`:
-    for those that may be waited for after the last product, beside element-wise kernels.
+    `means`: for each share of `SHARES`, the mean with that weight of what is owed, and the rest of waits. `last`: at
+    most what is owed for collectives that may be waited for after the last product, beside element-wise kernels.
     """
 
     means: Floats
-    hidden: Floats
     last: Floats
 
 
@@ -91,23 +89,17 @@ class Sent:
 
     axis: int
     scope: tuple[int, ...]
-    owed: Floats | None
-    either: Floats | None = None
-    cut: Floats | None = None
-    awaited: Floats | None = None
-    needless: Bools | None = None
+    owed: Floats | float = 0.0
+    either: Floats | float = 0.0
+    cut: Floats | float = 0.0
+    awaited: Floats | float = 0.0
+    needless: Bools | bool = False
 
     def seconds(self, share: float, exposed: float) -> Floats:
         """In a mean with that share of what is owed."""
-        if self.owed is not None:
-            return share * self.owed
-        assert self.either is not None
-        assert self.cut is not None
-        assert self.awaited is not None
-        assert self.needless is not None
         in_pieces = np.minimum(share * exposed * self.cut, (1 - share) * self.awaited)
         sent = np.maximum(min(share * exposed, 1 - share) * self.either, in_pieces)
-        return np.where(self.needless, LONG, sent)
+        return np.where(self.needless, LONG, share * self.owed + sent)
 
 
 @dataclass(eq=False)
@@ -120,21 +112,19 @@ class CoreTime:
         """Lower bounds on the seconds of a program, whose element-wise kernels take at least `element_seconds`."""
         sums = self._sums(flow, False)
         others = np.maximum(0.0, element_seconds - sums.last)  # those after the last product run beside collectives
-        means: Floats = sums.means + np.array(SHARES)[:, None] * (others - sums.hidden)
+        means: Floats = sums.means + np.array(SHARES)[:, None] * others
         most: Floats = means.max(axis=0)
         return most
 
     def _sums(self, flow: Flow, in_loop: bool) -> Sums:
         count, batch = len(self.batch.candidates), self.batch
-        means, hidden, last = np.zeros((len(SHARES), count)), np.zeros(count), np.zeros(count)
+        means, last = np.zeros((len(SHARES), count)), np.zeros(count)
         seconds: dict[int, Floats] = {}
         for n, node in enumerate(flow.nodes):
             if node.loop is not None:
                 trip = self._sums(node.loop, True)
-                # a trip may have a larger share than the whole, whose element-wise kernels count with its own
-                means += node.trips * np.maximum.accumulate(
-                    trip.means - np.array(SHARES)[:, None] * trip.hidden, axis=0
-                )
+                # a trip may have a larger share than that with which all element-wise kernels count
+                means += node.trips * np.maximum.accumulate(trip.means, axis=0)
                 last = last + node.trips * trip.last
                 continue
             own = batch.seconds(flow, n)
@@ -146,7 +136,7 @@ class CoreTime:
         collectives = FlowCollectives(batch, flow, {n: time.usable for n, time in times.items()})
         sent = [*self._sent(collectives, in_loop, times, exempt)]
         means += sum((self._least(axis, times, sent) for axis in range(batch.count)), np.zeros_like(means))
-        return Sums(means, hidden + exempt.hidden, last + exempt.last)
+        return Sums(means - np.array(SHARES)[:, None] * exempt.hidden, last + exempt.last)
 
     def _times(self, flow: Flow, seconds: Mapping[int, Floats]) -> Mapping[int, NodeTimes]:
         """The times of nodes under the options that a lowering may choose."""
@@ -207,7 +197,7 @@ class CoreTime:
         batch, flow, source = self.batch, of.flow, edges[0].source
         targets = list(dict.fromkeys(edge.target for edge in edges))[:MOST_TARGETS]
         scope = (source, *targets)
-        shape = [len(batch.candidates), *(batch.options(flow, n) for n in scope)]
+        shape = [len(batch.candidates), *(len(batch.splits_of(flow, n)) for n in scope)]
         either, cut, awaited = (np.zeros(shape) for _ in range(3))
         whole, needless = np.ones(shape, bool), np.zeros(shape, bool)
         useless = NeedlessCollectives(batch, flow, of.usable).gathers(edges, axis)
@@ -237,7 +227,7 @@ class CoreTime:
             np.maximum(cut, wire.reshape(place), out=cut)
             np.maximum(awaited, np.where(in_pieces, waits, 0.0).reshape(place), out=awaited)
             whole &= (~in_pieces).reshape(place)
-        yield Sent(axis, scope, None, np.where(whole, either, 0.0), np.where(whole, 0.0, cut), awaited, needless)
+        yield Sent(axis, scope, 0.0, np.where(whole, either, 0.0), np.where(whole, 0.0, cut), awaited, needless)
 
     def _longer(
         self,

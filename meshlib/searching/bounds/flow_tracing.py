@@ -162,7 +162,11 @@ class _Maker:
         full = all(x in self.full for x in i.inputs)
         op = i.operation
         laid = bool(self.passages.laid(x.shape for x in (*op.inputs, *op.outputs)))
-        splits = tuple(self._split(f, full, laid) for f in op.opdef.roles(op))
+        splits = tuple(
+            Split(None, 0, f.operands, f.outputs[0], True) if laid  # every size divides 0
+            else self._split(f, f.role is Role.PARALLEL or (f.role is Role.SUM and full))
+            for f in op.opdef.roles(op)
+        )  # fmt: skip
         if op.attrs.get("precision") in EIGHT_BIT:  # rounded before they are sent
             for x in i.inputs[:2]:
                 least = {self.passages.split(x.tensor.shape): float(x.local_size)}
@@ -197,17 +201,8 @@ class _Maker:
         sources = ((n, self.nodes[r.source].placed) for n, x in weights for r in self.reached.get(x, ()))
         return [(n, placed) for n, placed in sources if placed is not None]
 
-    def _split(self, f: Factor, full: bool, laid: bool) -> Split:
+    def _split(self, f: Factor, known: bool) -> Split:
         names = [name for name in (*f.operands, *f.outputs) if name is not None]
-        if laid:  # every size divides 0
-            return Split(None, 0, f.operands, f.outputs[0], True)
-        known = f.role is Role.PARALLEL or (f.role is Role.SUM and full)
-        return Split(self.passages.reached(names), f.size, f.operands, f.outputs[0], not known)
-
-    def _share(self, f: Factor) -> Split:
-        """A split of attention."""
-        names = [name for name in (*f.operands, *f.outputs) if name is not None]
-        known = f.role in (Role.PARALLEL, Role.SUM, Role.SHARE, Role.SUMMARY) and f.shares is None
         return Split(self.passages.reached(names), f.size, f.operands, f.outputs[0], not known)
 
     def _names(self, i: Compute) -> Names | None:
@@ -216,7 +211,9 @@ class _Maker:
     def _other(self, i: Instruction) -> None:
         node, op = Node(), i.operation
         if isinstance(i, Compute) and op.opdef.scores:
-            splits = tuple(self._share(f) for f in op.opdef.roles(op) if f.role is not Role.WHOLE)
+            known = (Role.PARALLEL, Role.SUM, Role.SHARE, Role.SUMMARY)
+            factors = (f for f in op.opdef.roles(op) if f.role is not Role.WHOLE)
+            splits = tuple(self._split(f, f.role in known and f.shares is None) for f in factors)
             kernel = ProductKernel(self._names(i), "bf16", attention_of(self.program, i))
             node = Node(splits=splits, attention=kernel, elements_per_flop=_elements_per_flop(i))
         number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.opdef.linear(op).operands)

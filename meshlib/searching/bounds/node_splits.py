@@ -6,7 +6,7 @@ Each mesh axis splits a product along one of its dims, or not at all. Over a dim
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hardware.slices import Slice
 from layouts import Sharding
 from meshlib.core.compiler import Compiler
 from meshlib.estimation.time.kernel_times import Times
@@ -23,7 +22,6 @@ from meshlib.estimation.time.physics import Physics
 from meshlib.lowering.assigned import stationary_axes
 from meshlib.searching.bounds.collectives import GATHER, REDUCE, SCATTER, SWAP, Machine
 from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, HbmUse, Node, Placed, Split
-from meshlib.searching.bounds.products import Contraction, Timed
 from meshlib.searching.renamed_dims import Passages
 from meshlib.searching.space import Candidate
 
@@ -88,15 +86,10 @@ class NodeSplits:
         """The sizes of these axes."""
         return [size for _, _, size in self.axes]
 
-    @property
-    def slice(self) -> Slice:
-        """The slice of the candidate."""
-        return self.candidate.slice
-
     @cached_property
     def machine(self) -> Machine:
         """The axes on the slice."""
-        return Machine(self.slice, tuple(self.group), self.compiler.whole_torus_axes)
+        return Machine(self.candidate.slice, tuple(self.group), self.compiler.whole_torus_axes)
 
     # ------------------------------------------------------------ options
 
@@ -172,7 +165,7 @@ class NodeSplits:
         """Seconds of a product or attention under joint options of all axes, and its earliest end if the program starts
         at 0."""
         cuts = [self._cuts(numbers) for numbers in joint]
-        chip = self.slice.chip
+        chip = self.candidate.slice.chip
         if node.attention is not None:
             attention_seconds = node.attention.seconds(chip, self.physics)
             if attention_seconds is None:  # no rate: the candidate will be refused
@@ -184,7 +177,9 @@ class NodeSplits:
         unknown = node.smaller or (node.laid and node.product.sides_of_factors is None)
         if unknown or chip.peak(node.product.whole.dtype) is None:
             return np.zeros(len(cuts)), np.zeros(len(cuts))
-        times = [self._timed(node, node.product, c).seconds(*traffic) for c in cuts]
+        moves = self.physics.block_edge > 0 and not chip.cmem_bytes
+        parts = (node.product.timed(chip, self.physics, c, moves, node.laid) for c in cuts)
+        times = [part.seconds(*traffic) for part in parts]
         busy, since_start = np.array(times).T
         return busy + chip.launch_seconds, since_start + chip.launch_seconds
 
@@ -196,28 +191,20 @@ class NodeSplits:
                 cuts[number] = cuts.get(number, 1) * size
         return cuts
 
-    def _timed(self, node: Node, of: Contraction, cuts: Mapping[int, int]) -> Timed:
-        key = node, tuple(cuts.items())
-        if key not in self.shared:
-            chip, moves = self.slice.chip, self.physics.block_edge > 0 and not self.slice.chip.cmem_bytes
-            self.shared[key] = of.timed(chip, self.physics, cuts, moves, node.laid)
-        timed: Timed = self.shared[key]
-        return timed
-
     def _moved_bytes(self, use: HbmUse, devices: int | None) -> float:
         """HBM bytes of one operand or result, without what may stay on the chip between its uses.
 
         A value passed between kernels stays whole or not at all, except for a part in CMEM.
         """
         least = self.least_bytes(use.sizes, ()) if devices is None else min(use.sizes.values()) / devices
-        if use.early or self.slice.chip.cmem_bytes:
+        if use.early or self.candidate.slice.chip.cmem_bytes:
             return max(0.0, least - self._held_bytes)
         return least if least > self._held_bytes else 0.0
 
     @cached_property
     def _held_bytes(self) -> int:
         """Bytes that a chip can keep between kernels."""
-        return Times(self.slice.chip, self.physics).held_bytes
+        return Times(self.candidate.slice.chip, self.physics).held_bytes
 
     # ------------------------------------------------------------ edges
 

@@ -114,10 +114,6 @@ class Batch:
         """The split of each option of a node."""
         return self.options_of(flow.nodes[number])[0].splits
 
-    def options(self, flow: Flow, number: int) -> int:
-        """The number of options of a node."""
-        return len(self.splits_of(flow, number))
-
     def seconds(self, flow: Flow, number: int) -> Floats | None:
         """Seconds of a product or attention for [candidate, option of each axis]; infinite if that is impossible."""
         node = flow.nodes[number]

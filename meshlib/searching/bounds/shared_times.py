@@ -32,7 +32,7 @@ class FlowCollectives:
         Axes share as the time of what they certainly send; if none certainly does, of what they may send.
         """
         node = None if self.flow.nodes[edge.target].placed is not None else edge.target
-        key = "waits", self.flow, node
+        key = "waits", node
         shares: Floats | None = self._known.get(key)
         if shares is None:
             sent = np.array([self._waited(node, a) for a in range(self.batch.count)])  # [axis, certain, ...]
@@ -74,13 +74,7 @@ class FlowCollectives:
         placed = home or (self.flow.nodes[number].placed if operand is None else None)
         if placed is not None:
             return self.batch.homes_of(placed)[:, axis] > 0
-        forms = (WHOLE,) if operand is None else (WHOLE, ANY)
-        options, able = self.batch.options_of(self.flow.nodes[number])[0], self.usable.get(number)
-        if able is None:
-            return np.ones(len(self.batch.candidates), bool)
-        given = options.results if operand is None else options.required(operand)
-        split: Bools = np.any(able[axis] & ~np.isin(given, forms), axis=1)
-        return split
+        return self._gives((number, operand), axis, (WHOLE, ANY), other=True)
 
     def _least_bytes(self, sizes: Bytes, axes: Sequence[int], splitting: Bools) -> Floats:
         """Smallest bytes on a device if all other axes split whatever they may; `splitting`: [candidate, axis]."""
@@ -129,7 +123,7 @@ class FlowCollectives:
             gathers = np.zeros(len(self.batch.candidates), bool)
             for edge in edges:
                 gathers |= (self.usable_kinds(edge, other) == GATHERS).any(axis=(1, 2))
-            sums = ~self._never((edges[0].source, None), other, (WHOLE, SUM, FREE))
+            sums = self._gives((edges[0].source, None), other, (WHOLE, SUM, FREE))
             size = self.batch.sizes[:, other]
             devices[:, GATHERS] *= np.where(gathers, size, 1.0)
             devices[:, SUMS] *= np.where(sums, size, 1.0)[:, None]
@@ -233,7 +227,7 @@ class FlowCollectives:
         summed, gathered = np.ones(len(kinds)), np.ones(len(kinds))
         for other in (n for n in range(self.batch.count) if n != axis):
             size = self.batch.sizes[:, other]
-            summed *= np.where(self._never((edge.source, None), other, NOT_SPLIT), size, 1.0)
+            summed *= np.where(self._gives((edge.source, None), other, NOT_SPLIT), 1.0, size)
             read = [self._splits_operand(e, other) for e in self.flow.readers(edges)]
             gathered *= np.where(np.all(read, axis=0), size, 1.0)
         large = [
@@ -250,18 +244,18 @@ class FlowCollectives:
         if edge.home is not None:
             split: Bools = self.batch.homes_of(edge.home)[:, axis] > 0
             return split
-        return self._never((edge.target, edge.operand), axis, NOT_SPLIT)
+        return ~self._gives((edge.target, edge.operand), axis, NOT_SPLIT)
 
-    def _never(self, of: tuple[int, int | None], axis: int, forms: Sequence[str]) -> Bools:
-        """For each candidate, True if no usable option of a node gives an operand, or its result (None), one of some
-        forms over an axis."""
+    def _gives(self, of: tuple[int, int | None], axis: int, forms: Sequence[str], other: bool = False) -> Bools:
+        """For each candidate, whether a usable option of a node gives an operand, or its result (None), one of some
+        forms over an axis, or an `other` one; True if its options are unknown."""
         number, operand = of
         if number not in self.usable:
-            return np.zeros(len(self.batch.candidates), bool)
+            return np.ones(len(self.batch.candidates), bool)
         options, _ = self.batch.options_of(self.flow.nodes[number])
         given = options.results if operand is None else options.required(operand)
-        some: Bools = np.any(self.usable[number][axis] & np.isin(given, forms), axis=1)
-        return ~some
+        some: Bools = np.any(self.usable[number][axis] & np.isin(given, forms, invert=other), axis=1)
+        return some
 
     def needs(self, edge: Edge) -> list[Bools]:
         """For each axis, whether the collective on an edge between a variable and a product runs over it, for
