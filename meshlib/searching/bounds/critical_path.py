@@ -99,15 +99,11 @@ class CriticalPath:
             whole[code] = summed[code] / (2 if KINDS.index(REDUCE) in chosen else 1)
         begun, ended = begins[:, None], ends[:, None]
         sent = (moved + summed)[codes]
-        if not self._in_pieces(edge):
+        if not self.splits.compiler.cuts_in_pieces(max(edge.sizes.values())):
             return _both((ended + sent).min(axis=0))
         first: Floats = np.maximum(ended + sent / prod(self.splits.group), begun + whole[codes]).min(axis=0)
         last: Floats = np.maximum(ended + moved[codes], begun + sent).min(axis=0)
         return first, last
-
-    def _in_pieces(self, edge: Edge) -> bool:
-        """True if a collective on this edge may be large enough to run in pieces."""
-        return self.splits.compiler.cuts_in_pieces(max(edge.sizes.values(), default=0.0))
 
     def _sent_seconds(self, sizes: Bytes, chosen: Sequence[int]) -> tuple[float, float]:
         """Lower bounds on the seconds sent on an edge: (other collectives, sums).

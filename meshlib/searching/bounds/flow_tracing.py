@@ -22,7 +22,7 @@ from meshlib.program.records import Program
 from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, HbmUse, Node, Placed, Split, ValueUse
 from meshlib.searching.bounds.elements import temporaries_of
 from meshlib.searching.bounds.products import Contraction, ProductKernel
-from meshlib.searching.renamed_dims import Names, Passages
+from meshlib.searching.renamed_dims import Passages
 
 MOST_EDGES = 4  # edges followed per value: those of the most bytes
 
@@ -205,16 +205,14 @@ class _Maker:
         names = [name for name in (*f.operands, *f.outputs) if name is not None]
         return Split(self.passages.reached(names), f.size, f.operands, f.outputs[0], not known)
 
-    def _names(self, i: Compute) -> Names | None:
-        return self.passages.split(*(v.tensor.shape for v in (*i.inputs, *i.outputs)))
-
     def _other(self, i: Instruction) -> None:
         node, op = Node(), i.operation
         if isinstance(i, Compute) and op.opdef.scores:
             known = (Role.PARALLEL, Role.SUM, Role.SHARE, Role.SUMMARY)
             factors = (f for f in op.opdef.roles(op) if f.role is not Role.WHOLE)
             splits = tuple(self._split(f, f.role in known and f.shares is None) for f in factors)
-            kernel = ProductKernel(self._names(i), "bf16", attention_of(self.program, i))
+            names = self.passages.split(*(v.tensor.shape for v in (*i.inputs, *i.outputs)))
+            kernel = ProductKernel(names, "bf16", attention_of(self.program, i))
             node = Node(splits=splits, attention=kernel, elements_per_flop=_elements_per_flop(i))
         number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.opdef.linear(op).operands)
         for y in i.outputs:
