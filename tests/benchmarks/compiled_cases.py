@@ -6,7 +6,8 @@ Needs libtpu (`pip install libtpu`), no device; one compilation at a time, 10 to
 what the compiler answers is written into a folder, and read from there the next time, whatever has changed in the plan.
 NAME is a part of a case's name; all cases run unless one is given.
 
-`step` is what the plan says a compiled step takes (`memory.needed_bytes`), `buffers` the part that is exact.
+`step` is what the plan says a compiled step takes (`memory.needed_bytes`), `buffers` the part that is exact, `compiled`
+what the compiler says, the program's code included.
 `unnamed` is what differs in bytes sent and is in no difference; `no line` counts differences without a source line.
 """
 
@@ -131,7 +132,8 @@ def rows(name: str, folder: Path | None, differences: bool) -> Iterator[tuple[st
     planned = compiled.planned
     sent, named = float(program.sent_bytes), sum(d.more_bytes for d in compiled.differences)
     unnamed = abs(compiled.sent_bytes - sent - named) / max(sent, 1.0)
-    peaks = (planned.peak_bytes, planned.needed_bytes, compiled.peak_bytes)
+    whole = compiled.memory.with_code_bytes if compiled.memory else compiled.peak_bytes
+    peaks = (planned.peak_bytes, planned.needed_bytes, whole)
     ratio = f"{compiled.sent_bytes / sent:.4f}" if sent else ""
     without_line = sum(not d.source for d in compiled.differences)
     memory = *map(bytes_text, peaks), f"{peaks[2] / peaks[1]:.4f}"

@@ -35,6 +35,11 @@ class CompiledMemory:
     code_bytes: int
     largest: tuple[tuple[int, str], ...]
 
+    @property
+    def with_code_bytes(self) -> int:
+        """Total of HBM and the program itself, which a plan's `needed_bytes` predicts."""
+        return self.total_bytes + self.code_bytes
+
 
 @dataclass(frozen=True)
 class CompilerRefusal:

@@ -187,8 +187,8 @@ class Compiled:
         resident = kinds["variables"] + kinds["slots"] + kinds["inputs"]
         yield _row("memory of a device", self.planned.peak_bytes, m.total_bytes, bytes_text)
         if self.backend == "tpu":
-            with_code = m.total_bytes + m.code_bytes
-            yield _row("  with code and what compiling adds*", self.planned.needed_bytes, with_code, bytes_text)
+            needed = self.planned.needed_bytes
+            yield _row("  with code and what compiling adds*", needed, m.with_code_bytes, bytes_text)
         yield _row("  arguments", resident, m.argument_bytes, bytes_text)
         yield _row("  temporaries", self.planned.peak_bytes - resident, m.temporary_bytes, bytes_text)
         yield _row("  program code", None, m.code_bytes, bytes_text)

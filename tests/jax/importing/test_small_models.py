@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.effort import some
-from tests.jax.importing import small_modules, small_steps
+from tests.jax.importing import small_libraries, small_modules, small_steps
 from tests.jax.importing.checks import compared
 from tests.jax.importing.small_models import LAYOUTS, MODELS
 
@@ -29,3 +29,5 @@ def test_there_are_enough_of_each_library() -> None:
     assert small_steps.OPTIMIZERS.keys() <= {n.removeprefix("optax_") for n in MODELS}
     assert {n.partition("_")[0] for n in MODELS} >= {"linen", "nnx", "equinox", "haliax", "optax"}
     assert small_modules.IMAGES.ndim == 4
+    modules = {row.make.__module__ for row in MODELS.values()}
+    assert small_libraries.__name__ in modules

@@ -1,0 +1,175 @@
+"""Small models of further libraries, for the table of `small_models`; those that are not installed are skipped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tests.jax.importing.libraries import drawn as filled
+from tests.jax.importing.small_models import SEQUENCE, D, X, drawn, model
+
+
+def of_haiku(function: Any, x: Any, state: bool = False) -> tuple[Any, tuple[Any, ...]]:
+    """The loss of a Haiku function, and its parameters and data."""
+    import haiku as hk
+    import jax
+
+    network = hk.without_apply_rng((hk.transform_with_state if state else hk.transform)(function))
+    shapes = jax.eval_shape(lambda: network.init(jax.random.key(0), x))
+    if state:
+        params, others = map(filled, shapes)
+        return lambda params, x: (network.apply(params, others, x)[0] ** 2).mean(), (params, x)
+    return lambda params, x: (network.apply(params, x) ** 2).mean(), (filled(shapes), x)
+
+
+@model("haiku", x="batch length d")
+def haiku_attention():
+    import haiku as hk
+
+    def network(x):
+        h = hk.MultiHeadAttention(2, 3, w_init=hk.initializers.VarianceScaling())(x, x, x)
+        return hk.nets.MLP([8, D])(hk.LayerNorm(-1, True, True)(x + h))
+
+    return of_haiku(network, SEQUENCE)
+
+
+@model("haiku", x="length batch d")
+def haiku_recurrent():
+    import haiku as hk
+
+    def network(x):
+        core = hk.DeepRNN([hk.LSTM(8), hk.GRU(8)])
+        return hk.dynamic_unroll(core, x, core.initial_state(x.shape[1]))[0]
+
+    return of_haiku(network, drawn(5, 4, D))
+
+
+@model("haiku", x="batch d")
+def haiku_quantised():
+    import haiku as hk
+
+    def network(x):
+        q = hk.nets.VectorQuantizer(8, D, 0.25)(hk.Linear(8)(x), True)
+        return hk.Linear(D)(q["quantize"]) - x + q["loss"]
+
+    return of_haiku(network, X, state=True)
+
+
+@model("distrax", x="batch d", p__w="d wide")
+def distrax_flow():
+    import distrax
+    import jax.numpy as jnp
+
+    def loss(p, x):
+        base = distrax.Independent(distrax.Normal(jnp.zeros(8), jnp.ones(8)), 0)
+        flow = distrax.Transformed(base, distrax.ScalarAffine(p["shift"], log_scale=p["scale"]))
+        spline = distrax.RationalQuadraticSpline(p["spline"], -3.0, 3.0)
+        return -flow.log_prob(x @ p["w"]).mean() + spline.forward_and_log_det(x)[1].sum()
+
+    return loss, ({"w": drawn(D, 8), "shift": drawn(8), "scale": drawn(8), "spline": drawn(D, 13)}, X)
+
+
+@model("distrax", x="batch d")
+def distrax_mixture():
+    import distrax
+    import jax.numpy as jnp
+
+    def loss(p, x):
+        parts = distrax.MultivariateNormalDiag(p["means"], jnp.exp(p["scales"]))
+        mixture = distrax.MixtureSameFamily(distrax.Categorical(logits=p["logits"]), parts)
+        return -mixture.log_prob(x).mean() + distrax.Categorical(logits=x @ p["means"].T).entropy().mean()
+
+    return loss, ({"logits": drawn(5), "means": drawn(5, D), "scales": drawn(5, D)}, X)
+
+
+@model("numpyro", x="batch d")
+def numpyro_regression():
+    import jax.numpy as jnp
+    import numpyro
+    import numpyro.distributions as dist
+    from numpyro.infer.util import log_density
+
+    def classes(x, y):
+        w = numpyro.sample("w", dist.Normal(jnp.zeros(D), 1.0).to_event(1))
+        b = numpyro.sample("b", dist.StudentT(3.0, 0.0, 1.0))
+        with numpyro.plate("examples", x.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=x @ w + b), obs=y)
+
+    def loss(p, x, y):
+        return -log_density(classes, (x, y), {}, p)[0]
+
+    return loss, ({"w": drawn(D), "b": drawn()}, X, np.array([0, 1, 1, 0]))
+
+
+@model("rlax", x="batch d")
+def rlax_policies():
+    import jax
+    import jax.numpy as jnp
+    import rlax
+
+    def loss(p, x, action, advantage):
+        logits = x @ p["w"]
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), action[:, None], 1)[:, 0]
+        clipped = rlax.clipped_surrogate_pg_loss(jnp.exp(chosen + 1), advantage, 0.2)
+        values, atoms = (x @ p["q"]).reshape(4, 3, 5), jnp.linspace(-1, 1, 5)
+        learn = jax.vmap(lambda q, a, r, t: rlax.categorical_q_learning(atoms, q, a, r, 0.9, atoms, t))
+        return clipped + learn(values, action % 3, advantage, values[::-1]).mean()
+
+    return loss, ({"w": drawn(D, 5), "q": drawn(D, 15)}, X, np.arange(4, dtype=np.int32), drawn(4))
+
+
+@model("jraph", x="nodes d")
+def jraph_attention():
+    import jax
+    import jax.numpy as jnp
+    import jraph
+
+    def loss(p, x):
+        senders, receivers = jnp.array([0, 1, 2, 3, 0, 2]), jnp.array([1, 2, 3, 0, 2, 1])
+        graph = jraph.GraphsTuple(x, None, receivers, senders, None, jnp.array([4]), jnp.array([6]))
+        score = lambda s, r, e: jax.nn.leaky_relu(jnp.concatenate([s, r], -1) @ p["a"])  # noqa: E731
+        return (jraph.GAT(lambda n: n @ p["q"], score, lambda n: n)(graph).nodes ** 2).sum()
+
+    return loss, ({"q": drawn(D, 8), "a": drawn(16, 1)}, X)
+
+
+@model("e3nn_jax", x="batch d")
+def e3nn_products():
+    import e3nn_jax as e3nn
+    import jax.numpy as jnp
+
+    def loss(p, x):
+        harmonics = e3nn.spherical_harmonics("0e + 1o + 2e", x[:, 2:], True)
+        product = e3nn.tensor_product(e3nn.IrrepsArray("2x0e + 1x1o", x), harmonics)
+        return (jnp.tanh(product.array @ p["w"]) ** 2).sum()
+
+    return loss, ({"w": drawn(45, 8)}, drawn(4, 5))
+
+
+@model("diffrax", x="batch d", p__w="d wide")
+def diffrax_equation():
+    import diffrax
+    import jax.numpy as jnp
+
+    def loss(p, x):
+        term = diffrax.ODETerm(lambda t, y, args: jnp.tanh(y @ p["w"]) @ p["v"])
+        adjoint = diffrax.DirectAdjoint()
+        return (diffrax.diffeqsolve(term, diffrax.Heun(), 0.0, 1.0, 0.5, x, adjoint=adjoint, max_steps=4).ys ** 2).sum()
+
+    return loss, ({"w": drawn(D, 8), "v": drawn(8, D)}, X)
+
+
+@model("lineax", x="batch d")
+def lineax_systems():
+    import jax.numpy as jnp
+    import lineax as lx
+
+    def loss(p, x):
+        a = p["w"] @ p["w"].T + 2 * jnp.eye(D)
+        direct = lx.linear_solve(lx.MatrixLinearOperator(a), p["b"], lx.LU()).value
+        spd = lx.MatrixLinearOperator(a, lx.positive_semidefinite_tag)
+        iterative = lx.linear_solve(spd, p["b"], lx.CG(rtol=1e-7, atol=1e-7, max_steps=12)).value
+        return ((x @ direct) ** 2).sum() + (x @ iterative).sum()
+
+    return loss, ({"w": drawn(D, 8), "b": drawn(D)}, X)
