@@ -131,17 +131,8 @@ def _usual_plans(
     """The layouts named, or the usual ones, ranked, with the largest of `_batches` that fits."""
     first = subject
     with Progress(args.quiet, at_once=True) as bar:  # the first verdict shows while others are tried
-
-        def plans_at(subject: Subject) -> list[PlannedLayout]:
-            layouts = _layouts(args, subject, where)
-            return plans_of(subject, where, layouts, args.remat, asked, bar, bool(args.layout))
-
-        tried: list[tuple[Subject, list[PlannedLayout]]] = []
-        for each in _batches(args, subject, where):
-            tried.append((each, plans_at(each)))
-            if tried[-1][1][0].fits:
-                break
-    subject, plans = min(tried, key=lambda each: each[1][0].order)
+        batches = ((each, _layouts(args, each, where)) for each in _batches(args, subject, where))
+        subject, plans = plans_of(batches, where, args.remat, asked, bar, bool(args.layout))
     plans[0] = timed(subject, where, plans[0], asked)
     if (memory := plans[0].memory) is not None and memory.verdict == "tight" and not args.remat:
         plans = sorted(with_more_rematerialisation(subject, where, plans), key=lambda plan: plan.order)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from math import inf
@@ -122,30 +122,49 @@ def timed(subject: Subject, where: Slice, plan: PlannedLayout, asked: WholeRunOp
 
 
 def plans_of(
-    subject: Subject,
+    batches: Iterable[tuple[Subject, Sequence[tuple[str, str]]]],
     where: Slice,
-    layouts: Sequence[tuple[str, str]],
     remat: str | None,
     asked: WholeRunOptions = NOTHING,
     progress: Callable[[int, int, str], None] = lambda done, total, text: None,
     named: bool = False,
-) -> list[PlannedLayout]:
-    """Plans of the layouts, best first.
+) -> tuple[Subject, list[PlannedLayout]]:
+    """The program with the first batch of which a layout fits, and the plans of its layouts, best first.
 
     Without `remat`, a model's layouts are tried with the least rematerialisation that fits. A layout that cannot fit is
-    not lowered, and one that does not fit has no estimate, unless the user `named` it.
+    not lowered, and one that does not fit has no estimate, unless the user `named` it. Where no batch fits, that of
+    the plan that needs the least memory.
     """
-    levels = [remat] if remat else list(REMAT)
-    choices: list[dict[str, object]] = [{"remat": level} for level in levels] if subject.config is not None else [{}]
-    named = named or len(layouts) * len(choices) == 1
-    tries = _Tries(subject, where, choices, asked, named, progress, len(layouts))
-    for name, mesh in layouts:
-        tries.usual(name, mesh)
-    tries.closest()
-    tries.faster()
-    fitting = {(plan.name, plan.mesh) for plan in tries.plans if plan.fits}
-    plans = [p for p in tries.plans if p.choices == choices[0] or not p.least_bytes or (p.name, p.mesh) in fitting]
-    return sorted(plans, key=lambda p: p.order)
+    tried: list[_Tries] = []
+    for subject, layouts in batches:
+        levels = [remat] if remat else list(REMAT)
+        choices: list[dict[str, object]] = (
+            [{"remat": level} for level in levels] if subject.config is not None else [{}]
+        )
+        tries = _Tries(
+            subject, where, choices, asked, named or len(layouts) * len(choices) == 1, progress, len(layouts)
+        )
+        tried.append(tries)
+        for name, mesh in layouts:
+            tries.usual(name, mesh)
+        if tries.fastest < inf:
+            tries.faster()
+            break
+    else:
+        _closest(tried)
+    best = min(tried, key=lambda tries: min(plan.order for plan in tries.plans))
+    return best.subject, sorted(best.shown, key=lambda p: p.order)
+
+
+def _closest(tried: Sequence[_Tries]) -> None:
+    """Where none fits, lower those that may need the least memory of all that their bounds excluded."""
+    tried[0].show("; none fits")
+    excluded = [(plan.order, n, plan) for n, tries in enumerate(tried) for plan in tries.plans if plan.least_bytes]
+    for _, n, plan in sorted(excluded, key=lambda each: each[:2]):
+        tries = tried[n]
+        if plan.choices == tries.choices[0] and plan.least_bytes < min(each.least_needed for each in tried):
+            tries.plans.remove(plan)
+            tries.add(plan.name, plan.mesh, plan.choices)
 
 
 def with_more_rematerialisation(subject: Subject, where: Slice, plans: Sequence[PlannedLayout]) -> list[PlannedLayout]:
@@ -171,6 +190,13 @@ class _Tries:
     _lightened: set[tuple[str, str]] = field(default_factory=set)
 
     @property
+    def shown(self) -> list[PlannedLayout]:
+        """The plans without those of a layout that its bounds exclude with less rematerialisation than fits."""
+        fitting = {(plan.name, plan.mesh) for plan in self.plans if plan.fits}
+        first = self.choices[0]
+        return [p for p in self.plans if p.choices == first or not p.least_bytes or (p.name, p.mesh) in fitting]
+
+    @property
     def fastest(self) -> float:
         """The shortest step of the layouts that fit."""
         return min((plan.est.step_seconds for plan in self.plans if plan.est and plan.fits), default=inf)
@@ -186,7 +212,7 @@ class _Tries:
             self.add(name, mesh, first)
 
     @property
-    def _least_needed(self) -> float:
+    def least_needed(self) -> float:
         """The fewest bytes that a lowered layout is known to need."""
         return min((plan.memory.needed_bytes for plan in self.plans if plan.memory is not None), default=inf)
 
@@ -197,15 +223,6 @@ class _Tries:
         self._lightened.add((name, mesh))
         passing = takewhile(lambda choices: not self.excluded(name, mesh, choices), self.choices[1:])
         return any(self.add(name, mesh, choices).fits for choices in [*passing][::-1])
-
-    def closest(self) -> None:
-        """Where none fits, lower those that may need the least memory of all that their bounds excluded."""
-        if self.fastest < inf:
-            return
-        for plan in sorted(self.plans, key=lambda p: p.order):
-            if plan.choices == self.choices[0] and 0 < plan.least_bytes < self._least_needed:
-                self.plans.remove(plan)
-                self.add(plan.name, plan.mesh, plan.choices)
 
     def faster(self) -> None:
         """Try less rematerialisation of layouts that could then be the fastest."""
@@ -219,10 +236,17 @@ class _Tries:
         if plan.fits or self.named:
             plan = timed(self.subject, self.where, plan, self.asked)
         self.plans.append(plan)
-        tried = sum(plan.memory is not None for plan in self.plans)
-        best = min(self.plans, key=lambda p: p.order)
-        self.progress(tried, max(tried, self.count), f"layouts{_first_verdict(best)}")
+        fitting = min(self.plans, key=lambda p: p.order)
+        if fitting.fits and fitting.est is not None:
+            self.show(f"; fits: {fitting.name}, {seconds_text(fitting.est.step_seconds)}")
+        else:
+            self.show("; none fits yet")
         return plan
+
+    def show(self, verdict: str) -> None:
+        """Show the verdict so far while others are tried."""
+        tried = sum(plan.memory is not None for plan in self.plans)
+        self.progress(tried, max(tried, self.count), f"layouts{verdict}")
 
     def excluded(self, name: str, mesh: str, choices: dict[str, object]) -> bool:
         """True if a layout cannot fit; that is then one of the plans."""
@@ -248,14 +272,6 @@ def batches_that_may_fit(
         return fits, any(least.state_bytes(*each, gradients=True) <= capacity for each in placed)
     except MeshlibError:  # lowering reports it
         return True, True
-
-
-def _first_verdict(best: PlannedLayout) -> str:
-    """The verdict so far, shown while other layouts are tried."""
-    if best.memory is None:
-        return ""
-    step = "" if best.est is None else f", {seconds_text(best.est.step_seconds)}"
-    return f"; {'fits' if best.fits else 'none fits'}: {best.name}{step}"
 
 
 def _least_seconds(plan: PlannedLayout) -> float:

@@ -26,7 +26,7 @@ def test_no_layout_fits_if_a_plan_does_not(name: str) -> None:
     needed = sorted(plan.memory.needed_bytes for plan in each if plan.memory is not None)
     for capacity in (0.5 * needed[0], 1.0001 * needed[0], 1.0001 * needed[len(needed) // 2]):
         chip = replace(CHIPS["v5e"], name="test", hbm_bytes=int(capacity), hbm_reserved_bytes=0)
-        best = plans_of(subject, Slice("test-8", chip), layouts, None)[0]
+        best = plans_of([(subject, layouts)], Slice("test-8", chip), None)[1][0]
         assert best.memory is not None
         assert best.fits == (needed[0] <= capacity)
         fitting = [p.est.step_seconds for p in each if p.est and p.memory and p.memory.needed_bytes <= capacity]
@@ -46,7 +46,7 @@ def test_beside_a_tight_plan_the_fastest_of_which_a_whole_run_fits_is_named() ->
     for capacity, verdict in ((fastest.memory.run_bytes - 1, "tight"), (2 * fastest.memory.run_bytes, "yes")):
         chip = replace(CHIPS["v5e"], name="test", hbm_bytes=int(capacity), hbm_reserved_bytes=0)
         where = Slice("test-8", chip)
-        plans = plans_of(subject, where, layouts, None)
+        _, plans = plans_of([(subject, layouts)], where, None)
         assert plans[0].memory is not None
         assert plans[0].memory.verdict == verdict
         plans = sorted(with_more_rematerialisation(subject, where, plans), key=lambda plan: plan.order)
