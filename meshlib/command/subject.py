@@ -136,7 +136,8 @@ class Subject:
         """Lower bounds of memory of the program built with these arguments."""
         key = tuple(choices.items())
         if key not in self._least_memory:
-            self._least_memory[key] = LeastMemory.of(self.session(**choices).subjects.operations)
+            outputs, updates = self.session(**choices).asked
+            self._least_memory[key] = LeastMemory.of([*outputs.values()], updates)
         return self._least_memory[key]
 
     def sized(self, **choices: object) -> Subject:

@@ -162,7 +162,7 @@ def _closest(tried: Sequence[_Tries]) -> None:
     excluded = [(plan.order, n, plan) for n, tries in enumerate(tried) for plan in tries.plans if plan.least_bytes]
     for _, n, plan in sorted(excluded, key=lambda each: each[:2]):
         tries = tried[n]
-        if plan.choices == tries.choices[0] and plan.least_bytes < min(each.least_needed for each in tried):
+        if plan.least_bytes < min(each.least_needed for each in tried):
             tries.plans.remove(plan)
             tries.add(plan.name, plan.mesh, plan.choices)
 
@@ -206,9 +206,9 @@ class _Tries:
         first, fits = self.choices[0], self.fastest < inf
         if self.named:
             self.add(name, mesh, first)
-        elif self.excluded(name, mesh, first):
+        elif self.excluded(name, mesh, first, lighter=True) or (not fits and self.lighter(name, mesh)):
             return
-        elif fits or not self.lighter(name, mesh):
+        elif not self.excluded(name, mesh, first):
             self.add(name, mesh, first)
 
     @property
@@ -221,8 +221,10 @@ class _Tries:
         if (name, mesh) in self._lightened:
             return False
         self._lightened.add((name, mesh))
-        passing = takewhile(lambda choices: not self.excluded(name, mesh, choices), self.choices[1:])
-        return any(self.add(name, mesh, choices).fits for choices in [*passing][::-1])
+        passing = [*takewhile(lambda choices: not self.excluded(name, mesh, choices, lighter=True), self.choices[1:])]
+        return any(
+            self.add(name, mesh, choices).fits for choices in passing[::-1] if not self.excluded(name, mesh, choices)
+        )
 
     def faster(self) -> None:
         """Try less rematerialisation of layouts that could then be the fastest."""
@@ -248,10 +250,11 @@ class _Tries:
         tried = sum(plan.memory is not None for plan in self.plans)
         self.progress(tried, max(tried, self.count), f"layouts{verdict}")
 
-    def excluded(self, name: str, mesh: str, choices: dict[str, object]) -> bool:
-        """True if a layout cannot fit; that is then one of the plans."""
+    def excluded(self, name: str, mesh: str, choices: dict[str, object], lighter: bool = False) -> bool:
+        """True if a layout cannot fit; that is then one of the plans. `lighter`: nor with less rematerialisation."""
+        bound = self.subject.least_memory(**choices)
         try:
-            least = self.subject.least_memory(**choices).peak_bytes(self.subject.rules(name, mesh), Mesh(mesh))
+            least = bound.peak_bytes(self.subject.rules(name, mesh), Mesh(mesh), inside=not lighter)
         except MeshlibError:  # lowering reports it
             return False
         over = least > self.where.usable_hbm_bytes_per_device
@@ -268,7 +271,7 @@ def batches_that_may_fit(
     least, capacity = subject.least_memory(remat=remat or REMAT[0]), where.usable_hbm_bytes_per_device
     try:
         placed = [(subject.rules(name, mesh), Mesh(mesh)) for name, mesh in layouts]
-        fits = any(least.peak_bytes(*each) <= capacity for each in placed)
+        fits = any(least.peak_bytes(*each, inside=False) <= capacity for each in placed)
         return fits, any(least.state_bytes(*each, gradients=True) <= capacity for each in placed)
     except MeshlibError:  # lowering reports it
         return True, True

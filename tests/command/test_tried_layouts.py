@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 import pytest
@@ -26,8 +27,15 @@ def test_no_layout_fits_if_a_plan_does_not(name: str) -> None:
     needed = sorted(plan.memory.needed_bytes for plan in each if plan.memory is not None)
     for capacity in (0.5 * needed[0], 1.0001 * needed[0], 1.0001 * needed[len(needed) // 2]):
         chip = replace(CHIPS["v5e"], name="test", hbm_bytes=int(capacity), hbm_reserved_bytes=0)
-        best = plans_of([(subject, layouts)], Slice("test-8", chip), None)[1][0]
+        said: dict[int, str] = {}
+        progress = partial(_note, said)
+        best = plans_of([(subject, layouts)], Slice("test-8", chip), None, progress=progress)[1][0]
         assert best.memory is not None
+        assert (
+            best.fits
+            == any("; fits: " in text for text in said.values())
+            == ("layouts; none fits" not in said.values())
+        )
         assert best.fits == (needed[0] <= capacity)
         fitting = [p.est.step_seconds for p in each if p.est and p.memory and p.memory.needed_bytes <= capacity]
         if best.est is not None and best.fits:
@@ -35,6 +43,11 @@ def test_no_layout_fits_if_a_plan_does_not(name: str) -> None:
         else:
             most = [p.memory.needed_bytes for p in each if p.memory is not None and p.choices["remat"] == REMAT[0]]
             assert best.memory.needed_bytes <= min(most)
+
+
+def _note(said: dict[int, str], done: int, total: int, text: str) -> None:
+    """Keep what a progress bar shows."""
+    said[len(said)] = text
 
 
 def test_beside_a_tight_plan_the_fastest_of_which_a_whole_run_fits_is_named() -> None:

@@ -18,7 +18,6 @@ from hardware.slices import Slice
 from layouts import LayoutRules
 from meshlib.core.graph import Operation, Tensor
 from meshlib.estimation import estimate
-from meshlib.searching.bounds.least_memory import LeastMemory
 from meshlib.searching.bounds.min_sum import Table
 from meshlib.searching.programs import SearchProblem, problem_of
 from meshlib.searching.roles import roles_of
@@ -507,19 +506,3 @@ def test_bounds_of_many_candidates_are_those_of_each() -> None:
     space = random.Random(0).sample(space_of(problem, "v5e-4"), 12)
     together = problem.bounds.core_time_seconds(space)
     assert together == pytest.approx([problem.bounds.core_time_seconds([c])[0] for c in space], rel=1e-12)
-
-
-@each("name", ["gpt2", "t5-small", "mixtral-8x7b"])
-def test_memory_is_bounded_from_the_graph(name: str) -> None:
-    """For a model's usual layouts, whatever its rematerialisation: state and stacked values, no more than the peak."""
-    config = mtf.models.preset(name).replace(layers=2)
-    for remat in ("full", "none"):
-        with mtf.Graph():
-            session = mtf.Session(*mtf.models.train_step(config, 16, 512, remat=remat))
-        least = LeastMemory.of(session.subjects.operations)
-        for layout, mesh in mtf.models.usual_layouts(config, 16, 16):
-            rules = mtf.models.layout(layout, config, mesh)
-            memory = session.lower(mesh, rules).memory
-            bound = least.peak_bytes(rules, mtf.Mesh(mesh))
-            assert 0 < least.state_bytes(rules, mtf.Mesh(mesh)) < bound <= memory.peak_bytes
-            assert bound > 0.2 * memory.peak_bytes

@@ -1,0 +1,190 @@
+"""Values that are certainly in memory while an operation runs, in whatever order, from the graph alone.
+
+Of a path from a result that nothing recomputes, computed before an operation, to what the operation or a later one
+reads, some tensor is in memory while the operation runs. Paths without a common tensor take separate buffers. A loop's
+body may write the results of a trip into the memory of the loop's, so paths within a body avoid its results.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from meshlib.core.graph import Operation, Tensor
+from meshlib.core.laid_dims import LaidDimension
+from meshlib.core.opdef import ON_MXU, RESIDENT, THROUGH, Kind, Storage
+from meshlib.lowering.simplification import Simplified, simplify
+
+MOST = 4
+SMALL = 1 / 128  # of the largest start of a path, and of a path's start: what is narrower is left out
+
+Path = tuple[Tensor, ...]
+PartBytes = Callable[[Tensor], float]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is in memory while an operation runs.
+
+    Attributes:
+      paths: of each, one tensor at least; ending: those whose tensor may be read last by the operation's kernel.
+      stacks: a loop's results in new memory; product: the result of a product, which may be written over a tensor of
+      one of the ending paths.
+      inside: moments of a loop's body.
+    """
+
+    paths: Sequence[Path]
+    ending: Sequence[Path] = ()
+    stacks: Sequence[Tensor] = ()
+    product: Tensor | None = None
+    inside: Sequence[Moment] = ()
+
+    def least_bytes(self, part_bytes: PartBytes, inside: bool) -> float:
+        """The fewest bytes, if the shards of tensors have these; `inside`: with those of a loop's body."""
+        ending = [min(map(part_bytes, path)) for path in self.ending]
+        total = sum(min(map(part_bytes, path)) for path in self.paths) + sum(ending) + sum(map(part_bytes, self.stacks))
+        if self.product is not None:
+            total += max(0.0, part_bytes(self.product) - max(ending, default=0.0))
+        return total + max((m.least_bytes(part_bytes, True) for m in self.inside if inside), default=0.0)
+
+
+def moments_of(simple: Simplified, results: Collection[Tensor]) -> list[Moment]:
+    """Moments of a graph: those of all loops, and of the operations with the most live bytes.
+
+    `results`: tensors whose memory is counted elsewhere, or which are written over a variable.
+    """
+    flow = _Flow(simple, {simple.of(t) for t in results})
+    loops = [n for n, op in enumerate(flow.operations) if op.loop is not None]
+    products = [n for n, op in enumerate(flow.operations) if op.opdef.kind is Kind.CONTRACTION]
+    others = sorted(products, key=flow.live_bytes, reverse=True)[:MOST]
+    return [flow.moment(n) for n in (*loops, *others)]
+
+
+@dataclass(eq=False)
+class _Flow:
+    """The dataflow of a graph; sets of operations are bits of an integer, by their numbers."""
+
+    simple: Simplified
+    results: set[Tensor]
+    later: list[int] = field(init=False)  # operations that depend on one, and itself
+    readers: dict[Tensor, int] = field(init=False)
+    loops: dict[Tensor, int] = field(default_factory=dict)  # the loops among the readers of inlined tensors
+    starts: dict[Tensor, list[tuple[Path, float]]] = field(init=False)  # with the paths from them, and their bytes
+
+    def __post_init__(self) -> None:
+        self.operations = self.simple.operations
+        self.number = {op: n for n, op in enumerate(self.operations)}
+        self.root: dict[Tensor, Tensor] = {}  # of the tensors that share its memory
+        for op in self.operations:
+            inputs = self.simple.inputs[op]
+            alias = inputs[0] if op.opdef.storage is Storage.ALIAS and inputs else None
+            self.root.update((y, y if alias is None else self.root.get(alias, alias)) for y in op.outputs)
+        self.written = {self.root.get(t, t) for t in self.results}
+        uses = self.simple.uses
+        self.readers = {t: sum({1 << self.number[op] for op, _ in users}) for t, users in uses.items()}
+        self.kernels = sum(1 << n for n, op in enumerate(self.operations) if op.opdef.kind in (*ON_MXU, Kind.LOOP))
+        self.later = [0] * len(self.operations)
+        for n in reversed(range(len(self.operations))):
+            self.later[n] = 1 << n
+            for y in self.operations[n].outputs:
+                for op, _ in uses.get(y, ()):
+                    self.later[n] |= self.later[self.number[op]]
+        starts = {y: _bytes(y) for op in self.operations for y in op.outputs if self._is_start(op, y)}
+        least = SMALL * max(starts.values(), default=0)
+        self.starts = {y: [*self._paths(y, set())] for y, size in starts.items() if size > least}
+
+    def _is_start(self, op: Operation, y: Tensor) -> bool:
+        """True if a result is in memory for all that read it, or for loops: others may compute it from its operands."""
+        if op.opdef.kind in RESIDENT or y.on_host or y in self.simple.again or self.root[y] in self.written:
+            return False
+        if not _is_inlined(op):
+            return y in self.readers
+        self.loops[y] = sum(
+            {1 << self.number[user] for user, _ in self.simple.uses.get(y, ()) if user.loop is not None}
+        )
+        return bool(self.loops[y])
+
+    def _paths(self, start: Tensor, avoided: Collection[Tensor]) -> Iterator[tuple[Path, float]]:
+        """Paths to what is computed from a result without being a start, each the widest, widest first."""
+        order = count()
+        least = SMALL * _bytes(start)
+        heap: list[tuple[float, int, Path]] = [(-_bytes(start), next(order), (start,))]
+        seen: set[Tensor] = set()
+        while heap:
+            negative, _, path = heapq.heappop(heap)
+            t = path[-1]
+            if t in seen:
+                continue
+            seen.add(t)
+            yield path, -negative
+            if t is start and _is_inlined(t.operation):
+                return
+            for op, _ in self.simple.uses.get(t, ()):
+                for y in op.outputs if op.opdef.kind in THROUGH else ():
+                    size = min(-negative, _bytes(y))
+                    if size > least and self.root[y] not in self.written and self.root[y] not in avoided:
+                        heapq.heappush(heap, (-size, next(order), (*path, y)))
+
+    def _crosses(self, path: Path, n: int) -> bool:
+        """True if the end of a path is computed without operation `n`, and read by it or by what depends on it."""
+        t = path[-1]
+        readers = self.loops if len(path) == 1 and _is_inlined(t.operation) else self.readers
+        return bool(readers.get(t, 0) & self.later[n]) and not self.later[n] >> self.number[t.operation] & 1
+
+    def _before(self, n: int) -> Iterator[Tensor]:
+        """The starts that an operation depends on."""
+        for y in self.starts:
+            number = self.number[y.operation]
+            if number != n and self.later[number] >> n & 1:
+                yield y
+
+    def live_bytes(self, n: int) -> float:
+        """About the bytes of the paths across an operation, and of its results."""
+        widest = (next((size for path, size in self.starts[y] if self._crosses(path, n)), 0.0) for y in self._before(n))
+        return sum(widest) + sum(map(_bytes, self.operations[n].outputs))
+
+    def moment(self, n: int) -> Moment:
+        """The moment of an operation, with paths from the largest starts first."""
+        op, used, paths = self.operations[n], set[Tensor](), list[Path]()
+        for y in sorted(self._before(n), key=_bytes, reverse=True):
+            if self.root[y] in used:
+                continue
+            path = next((path for path, _ in self._paths(y, used) if self._crosses(path, n)), None)
+            if path is not None:
+                paths.append(path)
+                used.update(self.root[t] for t in path)
+        if op.loop is not None:
+            return Moment(paths, stacks=self._stacks(op, used), inside=self._inside(op))
+        kernels = self.kernels & self.later[n] & ~(1 << n)
+        lasting = {path: bool(self.readers[path[-1]] & kernels) for path in paths}
+        ending = [path for path, lasts in lasting.items() if not lasts]
+        return Moment([path for path, lasts in lasting.items() if lasts], ending, product=op.output)
+
+    def _stacks(self, op: Operation, used: Collection[Tensor]) -> list[Tensor]:
+        """The results that a loop stacks in new memory, not over a stack that it reads."""
+        loop = op.loop
+        assert loop is not None
+        stacked = zip(op.outputs[loop.carries :], loop.stacked, strict=True)
+        fresh = (y for y, t in stacked if not t.operation.opdef.writes_part and self.simple.uses.get(y))
+        return [y for y in fresh if self.root[y] not in self.written and self.root[y] not in used]
+
+    def _inside(self, op: Operation) -> list[Moment]:
+        """The moments of a loop's body, without results that nothing uses."""
+        loop = op.loop
+        assert loop is not None
+        stacked = zip(op.outputs[loop.carries :], loop.stacked, strict=True)
+        results = [*loop.made.finals, *(t for y, t in stacked if self.simple.uses.get(y) or y in self.results)]
+        return moments_of(simplify(loop.body, results, ()), results)
+
+
+def _is_inlined(op: Operation) -> bool:
+    """True if kernels that read a result may compute it themselves."""
+    return op.opdef.kind in (*THROUGH, Kind.COPY) or (op.opdef.kind is Kind.INDEXED and op.opdef.reads_part)
+
+
+def _bytes(t: Tensor) -> float:
+    """Bytes on the device, by which paths are compared; 0 where a size follows from the layout."""
+    laid = any(isinstance(d, LaidDimension) for d in t.shape)
+    return 0.0 if t.on_host or laid else t.dtype.size_bytes(t.shape.size)

@@ -1,0 +1,86 @@
+"""Values that are live while an operation runs: on programs whose memory is known, and on models as lowered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import meshlib as mtf
+from meshlib.searching.bounds.least_memory import LeastMemory
+from tests.effort import each
+
+SIDE = 64
+BLOCK = 4 * SIDE * SIDE  # bytes of each tensor below
+D = [mtf.Dimension(name, SIDE) for name in "abcd"]
+
+
+def product(x: mtf.Tensor, name: str) -> mtf.Tensor:
+    """x times a weight of its own."""
+    w = mtf.variable(f"{name}/w", [D[1], D[2]])
+    return mtf.rename_dimension(mtf.einsum([x, w], [D[0], D[2]], name=name), "c", "b")
+
+
+def read_again(x: mtf.Tensor) -> mtf.Tensor:
+    """The first product is live during the second one, since the third and fourth come after it."""
+    first = product(x, "first")
+    second = product(mtf.relu(first), "second")
+    return mtf.einsum([first, second], [D[0]], name="third")
+
+
+def written_over(x: mtf.Tensor) -> mtf.Tensor:
+    """The third product may be written over the first one, to which it is added; it reads the second one."""
+    first = product(x, "first")
+    second = product(mtf.relu(first), "second")
+    total = mtf.sin(product(mtf.relu(second), "third") + first)
+    return mtf.einsum([total, mtf.variable("row", [D[1]])], [D[0]], name="fourth")
+
+
+def aliases(x: mtf.Tensor) -> mtf.Tensor:
+    """A tensor and its new name take memory once."""
+    first = product(x, "first")
+    other = mtf.rename_dimension(first, "a", "d")
+    second = product(mtf.relu(first), "second")
+    return mtf.reduce_sum(mtf.einsum([other, second], [D[0], D[3]], name="third") + mtf.einsum([first, second], []))
+
+
+@pytest.mark.parametrize(("build", "blocks", "exact"), [(read_again, 2, 2), (written_over, 2, 3), (aliases, 2, 3)])
+def test_live_blocks(build: Callable[[mtf.Tensor], mtf.Tensor], blocks: int, exact: int) -> None:
+    with mtf.Graph():
+        total = build(mtf.input("x", [D[0], D[1]]))
+        program = mtf.lower({"total": total}, mesh="device:1")
+    least = LeastMemory.of([total], [])
+    state = least.state_bytes(mtf.LayoutRules(""), mtf.Mesh("device:1"))
+    live = (least.peak_bytes(mtf.LayoutRules(""), mtf.Mesh("device:1")) - state) / BLOCK
+    assert live == blocks
+    assert (program.memory.peak_bytes - state) // BLOCK == exact
+
+
+def test_scores_of_all_layers_of_a_trip_are_live_where_they_are_computed_again() -> None:
+    """Those of two layers with a bias: of self-attention and of attention to the encoder."""
+    config = mtf.models.preset("switch-base-8").replace(layers=2)
+    with mtf.Graph():
+        session = mtf.Session(*mtf.models.train_step(config, 2, 1024, remat="full"))
+    outputs, updates = session.asked
+    least = LeastMemory.of([*outputs.values()], updates)
+    outer, inside = (least.peak_bytes(mtf.LayoutRules(""), mtf.Mesh("device:1"), inside=i) for i in (False, True))
+    scores = 2 * 12 * 1024 * 1024 * 2
+    assert inside - outer > 3 * scores
+    assert inside <= session.lower().memory.peak_bytes
+
+
+@each("name", ["gpt2", "t5-small", "mixtral-8x7b"])
+def test_memory_is_bounded_from_the_graph(name: str) -> None:
+    """For a model's usual layouts, whatever its rematerialisation: no more than the peak, and more inside of loops."""
+    config = mtf.models.preset(name).replace(layers=2)
+    for remat in ("full", "none"):
+        with mtf.Graph():
+            session = mtf.Session(*mtf.models.train_step(config, 16, 512, remat=remat))
+        outputs, updates = session.asked
+        least = LeastMemory.of([*outputs.values()], updates)
+        for layout, mesh in mtf.models.usual_layouts(config, 16, 16):
+            rules = mtf.models.layout(layout, config, mesh)
+            memory = session.lower(mesh, rules).memory
+            outer, bound = (least.peak_bytes(rules, mtf.Mesh(mesh), inside=i) for i in (False, True))
+            assert 0 < least.state_bytes(rules, mtf.Mesh(mesh)) < outer <= bound <= memory.peak_bytes
+            assert bound > 0.2 * memory.peak_bytes
