@@ -30,23 +30,22 @@ class Moment:
 
     Attributes:
       paths: of each, one tensor at least; ending: those whose tensor may be read last by the operation's kernel.
-      stacks: a loop's results in new memory; product: the result of a product, which may be written over a tensor of
-      one of the ending paths.
+      stacks: a loop's results in new memory; product: a path from the result of a product to a kernel, one tensor of
+      which is in memory too, possibly written over that of an ending path.
       inside: moments of a loop's body.
     """
 
     paths: Sequence[Path]
     ending: Sequence[Path] = ()
     stacks: Sequence[Tensor] = ()
-    product: Tensor | None = None
+    product: Path = ()
     inside: Sequence[Moment] = ()
 
     def least_bytes(self, part_bytes: PartBytes, inside: bool) -> float:
         """The fewest bytes, if the shards of tensors have these; `inside`: with those of a loop's body."""
         ending = [min(map(part_bytes, path)) for path in self.ending]
         total = sum(min(map(part_bytes, path)) for path in self.paths) + sum(ending) + sum(map(part_bytes, self.stacks))
-        if self.product is not None:
-            total += max(0.0, part_bytes(self.product) - max(ending, default=0.0))
+        total += max(0.0, min(map(part_bytes, self.product), default=0.0) - max(ending, default=0.0))
         return total + max((m.least_bytes(part_bytes, True) for m in self.inside if inside), default=0.0)
 
 
@@ -79,9 +78,10 @@ class _Flow:
         self.root: dict[Tensor, Tensor] = {}  # of the tensors that share its memory
         for op in self.operations:
             inputs = self.simple.inputs[op]
-            alias = inputs[0] if op.opdef.storage is Storage.ALIAS and inputs else None
+            alias = inputs[0] if _shares_memory(op) and inputs else None
             self.root.update((y, y if alias is None else self.root.get(alias, alias)) for y in op.outputs)
-        self.written = {self.root.get(t, t) for t in self.results}
+        self.elsewhere = {self.root.get(t, t) for t in self.results}
+        self.elsewhere.update(y for op in self.operations if op.opdef.kind in RESIDENT for y in op.outputs)
         uses = self.simple.uses
         self.readers = {t: sum({1 << self.number[op] for op, _ in users}) for t, users in uses.items()}
         self.kernels = sum(1 << n for n, op in enumerate(self.operations) if op.opdef.kind in (*ON_MXU, Kind.LOOP))
@@ -97,7 +97,7 @@ class _Flow:
 
     def _is_start(self, op: Operation, y: Tensor) -> bool:
         """True if a result is in memory for all that read it, or for loops: others may compute it from its operands."""
-        if op.opdef.kind in RESIDENT or y.on_host or y in self.simple.again or self.root[y] in self.written:
+        if y.on_host or y in self.simple.again or self.root[y] in self.elsewhere:
             return False
         if not _is_inlined(op):
             return y in self.readers
@@ -124,7 +124,7 @@ class _Flow:
             for op, _ in self.simple.uses.get(t, ()):
                 for y in op.outputs if op.opdef.kind in THROUGH else ():
                     size = min(-negative, _bytes(y))
-                    if size > least and self.root[y] not in self.written and self.root[y] not in avoided:
+                    if size > least and self.root[y] not in self.elsewhere and self.root[y] not in avoided:
                         heapq.heappush(heap, (-size, next(order), (*path, y)))
 
     def _crosses(self, path: Path, n: int) -> bool:
@@ -157,18 +157,20 @@ class _Flow:
                 used.update(self.root[t] for t in path)
         if op.loop is not None:
             return Moment(paths, stacks=self._stacks(op, used), inside=self._inside(op))
-        kernels = self.kernels & self.later[n] & ~(1 << n)
+        kernels = self.kernels & self.later[n] & ~(1 << n)  # which read what survives the operation
         lasting = {path: bool(self.readers[path[-1]] & kernels) for path in paths}
         ending = [path for path, lasts in lasting.items() if not lasts]
-        return Moment([path for path, lasts in lasting.items() if lasts], ending, product=op.output)
+        kept = self._paths(op.output, set()) if self.root[op.output] not in self.elsewhere else ()
+        product = next((path for path, _ in kept if self.readers.get(path[-1], 0) & kernels), ())
+        return Moment([path for path, lasts in lasting.items() if lasts], ending, product=product)
 
     def _stacks(self, op: Operation, used: Collection[Tensor]) -> list[Tensor]:
         """The results that a loop stacks in new memory, not over a stack that it reads."""
         loop = op.loop
         assert loop is not None
         stacked = zip(op.outputs[loop.carries :], loop.stacked, strict=True)
-        fresh = (y for y, t in stacked if not t.operation.opdef.writes_part and self.simple.uses.get(y))
-        return [y for y in fresh if self.root[y] not in self.written and self.root[y] not in used]
+        fresh = (y for y, t in stacked if not _shares_memory(t.operation) and self.simple.uses.get(y))
+        return [y for y in fresh if self.root[y] not in self.elsewhere and self.root[y] not in used]
 
     def _inside(self, op: Operation) -> list[Moment]:
         """The moments of a loop's body, without results that nothing uses."""
@@ -177,6 +179,12 @@ class _Flow:
         stacked = zip(op.outputs[loop.carries :], loop.stacked, strict=True)
         results = [*loop.made.finals, *(t for y, t in stacked if self.simple.uses.get(y) or y in self.results)]
         return moments_of(simplify(loop.body, results, ()), results)
+
+
+def _shares_memory(op: Operation) -> bool:
+    """True if a result may have the memory of operand 0: another name, a partial update, a branch."""
+    branch = op.loop is not None and op.loop.branch is not None
+    return op.opdef.storage is Storage.ALIAS or op.opdef.writes_part or branch
 
 
 def _is_inlined(op: Operation) -> bool:
