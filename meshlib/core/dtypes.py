@@ -27,7 +27,10 @@ Array = np.ndarray[Any, Any]
 class DType:
     """One element type: `name`, `bits` on the device, NumPy `storage` in the simulation, `public` type for users.
 
-    `computes`: whether the vector unit computes in it.
+    `computes`: whether the vector unit computes in it. It equals its name and its NumPy or ml_dtypes type, too:
+
+    >>> as_dtype("float32") == np.float32, as_dtype("bfloat16") == "bfloat16", as_dtype("int8") == "int4"
+    (True, True, False)
     """
 
     name: str
@@ -38,11 +41,18 @@ class DType:
     kind: str  # "float", "integer" or "flag"
     computes: bool
 
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, DType):
+            return self is other
+        return BY_NAME.get(other if isinstance(other, str) else _numpy_name(other)) is self
+
+    __hash__ = object.__hash__
+
     def __str__(self) -> str:
         return self.short
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
-        # DTypes are singletons: copying returns the same object, and they compare by identity.
+        # DTypes are singletons: copying returns the same object.
         return as_dtype, (self.name,)
 
     @property

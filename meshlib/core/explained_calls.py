@@ -56,8 +56,13 @@ def explained_calls(
 
 
 def explain_module(name: str) -> None:
-    """Wrap the public functions and classes of a public module: called at its end with its name."""
+    """Wrap the public functions and classes of a public module: called at its end with its name.
+
+    `dir` then has what its `__all__` names.
+    """
     module = sys.modules[name]
+    if (names := getattr(module, "__all__", None)) is not None:
+        vars(module)["__dir__"] = lambda: [*names]
     for shown, part in list(vars(module).items()):
         if shown.startswith("_") or getattr(part, "__module__", "") != name:
             continue

@@ -29,16 +29,22 @@ OF_TENSORS = {
     "to": "mtf.cast(x, dtype)",
     "view": "mtf.reshape(x, ...)",
 }
+_TRANSFORM = "mtf.slicewise(np.fft.fft, ...) over unsplit dims, for real and imaginary parts"
 # Functions of NumPy, JAX, PyTorch and TensorFlow -> the counterpart here.
 OF_OTHERS = {
     "Dataset": "mtf.Batches",
+    "expand_dims": "mtf.reshape(x, [dim, *x.shape.dims]); dims of size 1 are rarely needed: others broadcast by name",
+    "fft3d": _TRANSFORM,
     "grad": "mtf.gradients",
+    "ifft3d": _TRANSFORM,
     "jit": "mtf.lower",
     "max": "mtf.reduce_max",
     "mean": "mtf.reduce_mean",
     "min": "mtf.reduce_min",
     "placeholder": "mtf.input",
     "name_scope": "mtf.scope(name)",
+    "signal": _TRANSFORM,
+    "squeeze": "mtf.reshape(x, x.shape - dim)",
     "sum": "mtf.reduce_sum",
     "variable_scope": "mtf.scope(name, reuse=True)",
     "tensor": "mtf.constant or mtf.input",

@@ -21,6 +21,11 @@ from meshlib.core.errors import GraphError
 from meshlib.core.explained_calls import explain_module
 from meshlib.core.random import threefry2x32
 
+__all__ = [
+    "Initializer", "constant", "glorot_uniform", "ones", "random_normal", "random_uniform", "scaled_normal",
+    "truncated_normal", "variance_scaling", "zeros",
+]  # fmt: skip
+
 Array = np.ndarray[Any, Any]
 Key = tuple[int, int]
 # (key, global shape, dtype) -> the whole initial value
@@ -140,28 +145,70 @@ class _Given:
 
 
 def constant(value: float) -> Initializer:
-    """The same number everywhere."""
+    """The same number everywhere.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", "d:2", mtf.initializers.constant(0.5))
+      >>> print(mtf.simulate(mtf.lower({"w": w})).state["w"])
+      [0.5 0.5]
+    """
     return _Constant(value if isinstance(value, bool) else finite(value, "initializers.constant", "value"))
 
 
 def zeros() -> Initializer:
-    """Zeros."""
+    """Zeros.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", "d:2", mtf.initializers.zeros())
+      >>> print(mtf.simulate(mtf.lower({"w": w})).state["w"])
+      [0. 0.]
+    """
     return constant(0)
 
 
 def ones() -> Initializer:
-    """Ones."""
+    """Ones.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", "d:2", mtf.initializers.ones())
+      >>> print(mtf.simulate(mtf.lower({"w": w})).state["w"])
+      [1. 1.]
+    """
     return constant(1)
 
 
 def random_uniform(minval: float = -0.05, maxval: float = 0.05) -> Initializer:
-    """Uniform on [minval, maxval)."""
+    """Uniform on [minval, maxval).
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", "d:1000", mtf.initializers.random_uniform(0, 2))
+      >>> values = mtf.simulate(mtf.lower({"w": w}), seed=0).state["w"]
+      >>> print(0 <= values.min() < 0.1, 1.9 < values.max() < 2)
+      True True
+    """
     what = "initializers.random_uniform"
     return _Drawn(("uniform", finite(minval, what, "minval"), finite(maxval, what, "maxval")))
 
 
 def random_normal(mean: float = 0.0, stddev: float = 0.05) -> Initializer:
-    """Normal with this mean and standard deviation."""
+    """Normal with this mean and standard deviation.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", "d:1000", mtf.initializers.random_normal(stddev=2))
+      >>> values = mtf.simulate(mtf.lower({"w": w}), seed=0).state["w"]
+      >>> print(abs(values.mean()) < 0.2, 1.8 < values.std() < 2.2)
+      True True
+    """
     what = "initializers.random_normal"
     return _Drawn(("normal", finite(mean, what, "mean"), finite(stddev, what, "stddev")))
 
@@ -170,13 +217,30 @@ def glorot_uniform(input_dims: Sequence[Dimension] | None = None) -> Initializer
     """Uniform with variance 2 / (fan_in + fan_out). Fan-in: `input_dims`, or all dims but the last.
 
     Source: Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural networks", 2010.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", "d_in:20;d_out:30", mtf.initializers.glorot_uniform())
+      >>> values = mtf.simulate(mtf.lower({"w": w}), seed=0).state["w"]
+      >>> print(0.03 < values.var() < 0.05)  # 2 / (20 + 30)
+      True
     """
     dims = None if input_dims is None else tuple(_dims(input_dims, "initializers.glorot_uniform"))
     return _VarianceScaling(1.0, "fan_avg", "uniform", dims)
 
 
 def scaled_normal(input_dims: Sequence[Dimension], scale: float = 1.0) -> Initializer:
-    """Normal with variance scale / fan_in, where fan-in is the product of `input_dims`."""
+    """Normal with variance scale / fan_in, where fan-in is the product of `input_dims`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> d_in = mtf.Dimension("d_in", 20)
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", [d_in, mtf.Dimension("d_out", 50)], mtf.initializers.scaled_normal([d_in]))
+      >>> values = mtf.simulate(mtf.lower({"w": w}), seed=0).state["w"]
+      >>> print(0.04 < values.var() < 0.06)  # 1 / 20
+      True
+    """
     what = "initializers.scaled_normal"
     if finite(scale, what, "scale") < 0:
         raise GraphError(f"{at(what)}: scale must not be negative, got {scale}")
@@ -274,7 +338,16 @@ class _VarianceScaling:
 
 def truncated_normal(mean: float = 0.0, stddev: float = 1.0) -> Initializer:
     """Normal, with values further than 2 `stddev` from `mean` drawn again; the standard deviation becomes 0.88
-    `stddev`."""
+    `stddev`.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", "d:1000", mtf.initializers.truncated_normal())
+      >>> values = mtf.simulate(mtf.lower({"w": w}), seed=0).state["w"]
+      >>> print(abs(values).max() < 2, 0.8 < values.std() < 0.95)
+      True True
+    """
     what = "initializers.truncated_normal"
     if finite(stddev, what, "stddev") < 0:
         raise GraphError(f"{at(what)}: stddev must not be negative, got {stddev}")

@@ -43,6 +43,10 @@ PUBLIC = (
 )  # names of `meshlib` itself
 
 
+def __dir__() -> list[str]:
+    return [*NAMES]
+
+
 def __getattr__(name: str) -> Any:
     if name not in NAMES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -10,6 +10,7 @@ from meshlib.core import initializers
 from meshlib.core.arguments import at, choice, flag, number, whole
 from meshlib.core.dtypes import as_dtype
 from meshlib.core.errors import GraphError, LayoutError, ShapeError
+from meshlib.core.foreign_names import OF_ARGUMENTS
 from meshlib.core.graph import Tensor, scope
 from meshlib.layers.norms import rms_norm, widened
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
@@ -359,5 +360,7 @@ def _check_arguments(x: Tensor, memory: Tensor, scores: object, dropout: float, 
         raise GraphError(
             f"{at(what)}: scores must be mtf.layers.Scores(...), got {type(scores).__name__} {scores!r:.80}"
         )
+    if isinstance(dropout, bool):
+        raise GraphError(f"{at(what)}: dropout must be a number, got {dropout}; {OF_ARGUMENTS['is_training']}")
     if number(dropout, what, "dropout"):
         scores.check_materialised(what, f"dropout {dropout} of the weights")

@@ -214,7 +214,7 @@ def _serving(serving: Serving) -> str:
     rows = [_serving_row(p, p in serving.frontier) for p in serving.points]
     head = ("layout", "batch", f"a token {MODELLED}", f"tokens/s {MODELLED}", f"1 M tokens {MODELLED}",
             f"prefill {MODELLED}", f"peak {EXACT}")  # fmt: skip
-    summary = paragraph(f"{text(repr(serving))}; bold is the frontier of latency and throughput")
+    summary = paragraph(f"{text(repr(serving).strip('<>'))}; bold is the frontier of latency and throughput")
     return summary + _latency_picture(serving) + folding_table(head, rows, ROWS, " points", range(1, 7))
 
 

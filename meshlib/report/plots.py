@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
+from textwrap import fill
 from typing import Any
 
 from layouts import Sharding
@@ -241,7 +242,7 @@ def plot_sharding(sharding: Sharding, ax: Any, device: int, what: str) -> Any:
         axes.set(xlim=(-0.2, count * (columns + 1) - 0.8), ylim=(rows + 0.1, -0.6), xticks=[], yticks=[])
         axes.set_xlabel(_side(sharding, plan.across))
         axes.set_ylabel(_side(sharding, plan.down))
-        axes.set_title(f"{sharding} on {sharding.mesh}, device {device}", fontsize=8)
+        axes.set_title(fill(f"{sharding} on {sharding.mesh}, device {device}", 72), fontsize=8)
 
     return plotted(what, ax, [panel], (6, 4))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from layouts import Sharding
 from meshlib.report.markup import text
-from meshlib.report.svg import Picture
+from meshlib.report.svg import LETTER, Picture
 
 MOST_BLOCKS = 16  # blocks drawn per dim at most
 WIDTH, HEIGHT = 250.0, 150.0
@@ -63,7 +63,10 @@ def shards(sharding: Sharding, name: str = "", device: int = 0) -> str:
     columns = min(len(indices), 4)
     rows = math.ceil(len(indices) / columns)
     scale = 1.0 if len(indices) == 1 else 0.5
-    width, height = WIDTH * scale, HEIGHT * scale
+    width, height = (
+        max(side * scale, 0.0 if d is None else LETTER * len(_side(sharding, d)))
+        for side, d in ((WIDTH, plan.across), (HEIGHT, plan.down))
+    )
     picture = Picture(
         columns * (width + 14) + 14, rows * (height + 34) + 8 + 16 * bool(few), label=f"blocks of {name or sharding}"
     )

@@ -261,7 +261,7 @@ class Serving(Shown):
         for p, left, up in zip(self.frontier, x, y, strict=True):
             axes.annotate(str(p.batch), (left, up), textcoords="offset points", xytext=(4, -10), fontsize=7)
         axes.set(
-            title=f"{self._title}\n(modelled), batches beside the frontier",
+            title="\n".join([*self._title.split(": "), "(modelled), batches beside the frontier"]),
             xlabel="ms a token",
             ylabel="tokens/s a chip",
             xscale="log",

@@ -49,6 +49,8 @@ UP = {
     ("meshlib.estimation.result", "meshlib.report.page"): "Estimate.report",
     ("meshlib.estimation.result", "meshlib.report.plots"): "Estimate.plot",
     ("meshlib.estimation.memory.device_memory", "meshlib.report.plots"): "DeviceMemory.plot",
+    ("meshlib.estimation.views.profile", "meshlib.report.plots"): "Profile.plot",
+    ("meshlib.estimation.views.scaling", "meshlib.report.plots"): "Scaling.plot",
     ("meshlib.program.analysis.memory", "meshlib.report.plots"): "Memory.plot",
     ("meshlib.program.instructions", "meshlib.report.plots"): "Value.plot",
     ("meshlib.layers.pipeline_task_schedule", "meshlib.report.plots"): "TaskSchedule.plot",

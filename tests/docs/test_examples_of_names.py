@@ -6,7 +6,6 @@ import ast
 import inspect
 import re
 from collections.abc import Callable
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -17,8 +16,7 @@ import hardware
 import layouts
 import meshlib as mtf
 
-FOLDERS = [name for name in mtf.__all__ if (Path(mtf.__file__).parent / name).is_dir()]
-ROOMS = [mtf, hardware, layouts, *(import_module(f"meshlib.{name}") for name in FOLDERS)]
+ROOMS = [mtf, hardware, layouts, *(module for name in mtf.__all__ if inspect.ismodule(module := getattr(mtf, name)))]
 
 
 def public(module: ModuleType) -> dict[str, Callable[..., object]]:
@@ -70,3 +68,11 @@ def test_a_missing_name_is_noticed() -> None:
     assert missing_names('f"{at}: use mtf.reduce_prod(x), mtf.layers.dense or mtf.layers.{name}"') == [
         "mtf.reduce_prod"
     ]
+
+
+@pytest.mark.parametrize("module", ROOMS, ids=lambda module: module.__name__)
+def test_a_terminal_completes_no_names_that_a_module_only_imports(module: ModuleType) -> None:
+    own = ("meshlib", "hardware", "layouts")
+    shown = {name: getattr(module, name) for name in dir(module) if not name.startswith("_")}
+    homes = {name: getattr(value, "__module__", None) for name, value in shown.items() if callable(value)}
+    assert {name for name, home in homes.items() if home and home.partition(".")[0] not in own} <= {"Initializer"}

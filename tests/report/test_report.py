@@ -21,6 +21,7 @@ from meshlib.report.operations import work_by_name
 from meshlib.report.page import page
 from meshlib.report.shards import grid_of, shards
 from meshlib.report.stages import pipelines_of, stages
+from meshlib.report.svg import LETTER
 from meshlib.report.timeline import CORE, bars_of, loops_of
 from meshlib.report.torus import links_of, loads, position
 from tests.browser import Browser, browser_path
@@ -252,6 +253,15 @@ def test_shards_of_any_rank_have_one_block_of_a_device(shape, axes, mine):
     assert set(plan.panels).isdisjoint({plan.down, plan.across})
 
 
+def test_the_sides_of_shards_are_as_long_as_their_labels():
+    from layouts import Sharding
+
+    drawn = shards(Sharding("stage:4;a_long_name:10240;another:32768", "pipe:4;x:8;y:8", [("pipe",), ("x",), ("y",)]))
+    ((width, height), *_) = re.findall('width="([0-9.]+)" height="([0-9.]+)" class="block', drawn)
+    assert 8 * float(height) >= LETTER * len("a_long_name:10240@x") - 1  # rounded
+    assert 8 * float(width) >= LETTER * len("another:32768@y") - 1
+
+
 def test_the_pareto_front_has_what_nothing_beats():
     rows = [(3, 5, True), (1, 9, True), (2, 4, True), (0.5, 99, False), (2, 5, True)]
     options = [Alternative(f"{s}, {b}", s, b, fits) for s, b, fits in rows]
@@ -327,7 +337,8 @@ OUTSIDE = """(() => {
   }
   for (const t of document.querySelectorAll("svg text")) {
     const box = t.getBoundingClientRect(), svg = t.closest("svg").getBoundingClientRect();
-    if (box.width && (box.right > svg.right + 2 || box.left < svg.left - 2 || box.bottom > svg.bottom + 2))
+    if (box.width && (box.right > svg.right + 2 || box.left < svg.left - 2 || box.bottom > svg.bottom + 2
+                      || box.top < svg.top - 2))
       out.push("text " + t.textContent);
   }
   return out.slice(0, 10);

@@ -295,12 +295,15 @@ class Profile(Shown):
         ]
 
     def _panel(self, view: str) -> Panel:
+        from meshlib.report.plots import colour
+
         def panel(axes: Any) -> None:
             shown = [p for p in self.by(view)[:10] if self._percent(p.total_seconds) != "-"][::-1]
             left = [0.0] * len(shown)
-            for n, unit in enumerate(UNITS):
+            for unit in UNITS:
                 share = [100 * p.seconds.get(unit, 0.0) / self.step_seconds for p in shown]
-                axes.barh([p.name for p in shown], share, left=left, label=unit, color=f"C{n}", height=0.7)
+                face = colour(f"u-{unit.lower()}")
+                axes.barh([p.name for p in shown], share, left=left, label=unit if any(share) else None, color=face)
                 left = [a + b for a, b in zip(left, share, strict=True)]
             axes.set_title(f"by {view}", fontsize=9, loc="left")
             axes.set_xlabel("% of the step (modelled)", fontsize=8)

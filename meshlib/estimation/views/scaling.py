@@ -17,6 +17,7 @@ from meshlib.core.executors import Tasks, executor_of
 from meshlib.core.slices import assumed_figures
 from meshlib.core.text import bytes_text, grid, seconds_text, usd_text
 from meshlib.estimation import Estimate, HostInput, estimate
+from meshlib.estimation.views.profile import UNIT_OF
 from meshlib.estimation.views.rows import BOUNDS
 from meshlib.program.records import Program
 
@@ -107,12 +108,14 @@ class Scaling:
 
     def _draw_times(self, axes: Any) -> None:
         """Stacked bars of step time by bottleneck."""
+        from meshlib.report.plots import colour
+
         unit, size = _unit(max(e.step_seconds for e in self.estimates), (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
         bottom = [0.0] * len(self.estimates)
         for name in BOUNDS:
             parts = [e.bound_seconds[name] / size for e in self.estimates]
             if any(parts):
-                axes.bar(range(len(parts)), parts, 0.7, bottom, label=name, color=_COLOURS.get(name))
+                axes.bar(range(len(parts)), parts, 0.7, bottom, label=name, color=colour(f"u-{UNIT_OF[name].lower()}"))
                 bottom = [a + b for a, b in zip(bottom, parts, strict=True)]
         for n, height in enumerate(bottom):
             axes.annotate(f"{height:.3g} {unit}", (n, height), ha="center", va="bottom")
@@ -141,12 +144,6 @@ class Scaling:
         axes.set(title="peak memory per device (exact)", ylabel="GiB")
         axes.margins(y=0.15)
         axes.legend(frameon=False)
-
-
-_COLOURS = {
-    "mxu": "tab:blue", "vpu": "tab:cyan", "hbm": "tab:green", "ici": "tab:orange", "dcn": "tab:red",
-    "latency": "tab:gray", "input": "tab:brown",
-}  # fmt: skip
 
 
 def _unit(value: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:

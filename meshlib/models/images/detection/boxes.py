@@ -91,6 +91,9 @@ def decode_boxes(codes: ArrayLike, anchors: ArrayLike, image: tuple[int, int] | 
     """The boxes [n, 4] from `codes`, the inverse of `encode_boxes`; clipped to an image (height, width).
 
     Logarithms are clipped to log(1000 / 16). Raises: ShapeError for other shapes.
+    Example:
+      >>> decode_boxes([[0.0, 0.5, 0.0, 0.0]], [[0, 0, 4, 4]]).tolist()  # half a width to the right
+      [[0.0, 2.0, 4.0, 6.0]]
     """
     what = "decode_boxes"
     given, base = np.asarray(codes, np.float64), as_boxes(anchors, what, "anchors")

@@ -117,6 +117,10 @@ def mean_average_precision(
       found, true: detections and ground truth per image.
       iou: one threshold, or several, such as `COCO_THRESHOLDS`.
     Raises: ShapeError for unequal numbers of images, or no true object.
+    Example:
+      >>> truth = [Objects([[0, 0, 4, 4], [8, 8, 12, 12]], [0, 1])]
+      >>> mean_average_precision([Objects([[0, 0, 4, 4]], [0], [0.75])], truth)  # 1 and 0
+      0.5
     """
     thresholds = [iou] if isinstance(iou, int | float) else list(iou)
     kinds = sorted({int(k) for t in true for k in t.classes})
