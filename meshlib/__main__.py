@@ -5,15 +5,19 @@ from __future__ import annotations
 import gc
 import sys
 
-from meshlib.command import main
-from meshlib.core.garbage import collect_rarely
+INTERRUPTED = 130  # exit status of shells after ctrl-C
 
 
 def run() -> int:
     """Run the command line of this process, which ends with it; returns its exit status."""
-    collect_rarely()
-    try:
+    try:  # imported here, so that ctrl-C is quiet while modules load, too
+        from meshlib.command import main
+        from meshlib.core.garbage import collect_rarely
+
+        collect_rarely()
         return main()
+    except KeyboardInterrupt:
+        return INTERRUPTED
     finally:
         gc.freeze()  # the interpreter's last collection would traverse all objects of the answer
 

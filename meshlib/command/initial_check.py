@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
@@ -110,9 +111,13 @@ def init(args: argparse.Namespace) -> int:
     answer(
         args.json,
         lambda: {"files": [str(path), str(snapshot)], **json_of(subject, where, plans)},
-        lambda: f"wrote {path} and {snapshot}: run pytest {path}{_VERDICTS[est.memory.verdict]}",
+        lambda: f"wrote {path} and {snapshot}: run pytest {path}{_missing()}{_VERDICTS[est.memory.verdict]}",
     )
     return GOOD if est.fits else FAILED
+
+
+def _missing() -> str:
+    return "" if find_spec("pytest") is not None else " (pip install pytest)"
 
 
 def _build(args: argparse.Namespace, subject: Subject, choices: dict[str, object], folder: Path) -> str:

@@ -404,6 +404,21 @@ def test_an_interrupted_search_prints_the_best_so_far(folder: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_ctrl_c_while_modules_load_is_quiet(folder: Path) -> None:
+    (folder / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'meshlib.command':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "meshlib", "slices"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_ctrl_c_elsewhere_is_quiet(folder: Path) -> None:
     (folder / "slow.py").write_text(
         "import signal, time\n"

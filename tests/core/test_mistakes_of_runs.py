@@ -73,7 +73,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "search per unknown": (
         lambda: searched(per="tokens"),
-        "search: the program has no dim 'tokens'; there are batch, k, n",
+        "search: per has dim 'tokens', which the program does not have; there are batch, k, n",
     ),
     "search objective returns text": (
         lambda: searched(objective=lambda e: "fast"),
