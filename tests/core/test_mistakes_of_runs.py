@@ -69,7 +69,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "search forbid unknown": (
         lambda: searched(forbid="btach"),
-        "search: the program has no dim 'btach'; there are batch, k, n",
+        "search: forbid has dim 'btach', which the program does not have; did you mean 'batch'?",
     ),
     "search per unknown": (
         lambda: searched(per="tokens"),
