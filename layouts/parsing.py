@@ -136,5 +136,8 @@ def _sized(name: str, size: str, position: int, text: str, what: str) -> tuple[s
         raise LayoutError(f"{what} name {name!r} is not an identifier", caret(text, position))
     if not re.fullmatch("[0-9]+", size) or int(size) < 1:
         at = position + len(name) + 1
-        raise LayoutError(f"{what} {name!r}: size {size!r} is not an integer >= 1", caret(text, at))
+        hint = (
+            "; is this a layout? A mesh is text like 'rows:2;cols:4'" if what == "axis" and size.isidentifier() else ""
+        )
+        raise LayoutError(f"{what} {name!r}: size {size!r} is not an integer >= 1{hint}", caret(text, at))
     return checked_name(name, what), int(size)

@@ -226,8 +226,9 @@ def _too_many(count: int, in_order: Sequence[str], by_name: Sequence[str]) -> st
 
 
 def _by_kind(parameters: Mapping[str, Parameter]) -> dict[Any, list[str]]:
-    """The names of parameters of each kind, without self."""
-    return {kind: [n for n, p in parameters.items() if p.kind is kind and n not in SELF] for kind in _KINDS}
+    """The names of public parameters of each kind, without self."""
+    public = {n: p for n, p in parameters.items() if n not in SELF and not n.startswith("_")}
+    return {kind: [n for n, p in public.items() if p.kind is kind] for kind in _KINDS}
 
 
 def _mismatch(

@@ -275,7 +275,8 @@ OF_ARGUMENTS = {
 }
 # Calls with foreign signatures -> the hint in messages.
 OF_CALLS = {
-    "Mesh": "a graph has no mesh: mtf.Mesh('rows:2;cols:4') is axes alone, for mtf.lower(y, mesh=..., layout=...)"
+    "Graph": "write with mtf.Graph() as graph: alone",
+    "Mesh": "a graph has no mesh: mtf.Mesh('rows:2;cols:4') is axes alone, for mtf.lower(y, mesh=..., layout=...)",
 }
 # NumPy names of operations that are named differently here.
 OF_NUMPY = {

@@ -255,7 +255,7 @@ class Operation:
     __repr__ = __str__
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, kw_only=True)
 class Graph(Shown):
     """The list of operations of one program; also the context in which sources (`variable`, `input`, ...) are created.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshlib.core.arguments import at, flag, number
+from meshlib.core.errors import GraphError
 from meshlib.core.opdef import Work
 
 
@@ -36,6 +38,13 @@ class Balance:
     stationary: bool = True
     axis_prices: tuple[tuple[str, float], ...] = ()
     collective_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        flag(self.stationary, "Balance", "stationary")
+        for name in ("mxu_flops_per_byte", "vpu_ops_per_byte", "collective_bytes"):
+            value = number(getattr(self, name), "Balance", name)
+            if value < 0 or (value == 0 and name != "collective_bytes"):
+                raise GraphError(f"{at('Balance')}: {name} must be positive, got {value}")
 
     def bytes_of(self, work: Work) -> float:
         """The price of a device's work, in bytes."""

@@ -223,7 +223,8 @@ def _named_outputs(outputs: Outputs) -> dict[str, Tensor]:
                 raise GraphError(f"output {name!r} must be a tensor, got {type(t).__name__} {t!r:.80}")
         return fetched
     if not isinstance(outputs, list | tuple):
-        raise GraphError(f"outputs must be a dict of names to tensors, a list or a tensor, got {outputs!r:.80}")
+        hint = "; call it: mtf.lower(*build(), ...)" if callable(outputs) else ""
+        raise GraphError(f"outputs must be a dict of names to tensors, a list or a tensor, got {outputs!r:.80}{hint}")
     for t in outputs:
         if not isinstance(t, Tensor):
             raise GraphError(f"outputs must be tensors, got {type(t).__name__} {t!r:.80}")

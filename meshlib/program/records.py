@@ -309,4 +309,6 @@ def _collectives(program: Program) -> Iterator[Collective]:
 def require_program(value: object, what: str) -> None:
     """Raise GraphError, with `what` first, for anything but a `Program`."""
     if not isinstance(value, Program):
-        raise GraphError(f"{what}: expected a program from mtf.lower, got {type(value).__name__} {value!r:.80}")
+        own = getattr(value, "program", None)
+        hint = "; write .program of it" if isinstance(own, Program) else ""
+        raise GraphError(f"{what}: expected a program from mtf.lower, got {type(value).__name__} {value!r:.80}{hint}")

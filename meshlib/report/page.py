@@ -75,6 +75,8 @@ def write_page(path: object, content: str, what: str) -> None:
     """
     if not isinstance(path, str | Path) or not str(path):
         raise GraphError(f"{what}: path must be that of a file, such as 'plan.html', got {path!r:.80}")
+    if Path(path).suffix.lower() not in (".html", ".htm"):
+        raise GraphError(f"{what}: the path must end in .html, got {str(path)!r}")
     replace_file(path, lambda file: file.write(content.encode()), what, GraphError)
 
 

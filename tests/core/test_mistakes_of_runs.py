@@ -67,6 +67,34 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: mtf.search(matmul, "v5e-8", seconds=float("nan")),
         "seconds must be a finite number, got float nan",
     ),
+    "a graph with a name": (
+        lambda: mtf.Graph("net"),
+        "Graph (*): it takes none by position, got 1; *mtf.Graph() as graph",
+    ),
+    "a balance in words": (
+        lambda: mtf.Balance(stationary="no"),  # type: ignore[arg-type]
+        "stationary must be True or False, got str 'no'",
+    ),
+    "a balance of nothing": (
+        lambda: mtf.Balance(mxu_flops_per_byte=0.0),
+        "mxu_flops_per_byte must be positive, got 0.0",
+    ),
+    "layout and mesh exchanged": (
+        lambda: mtf.lower([mtf.ones("batch:8")], [], "batch:d", "d:8"),
+        "axis 'batch': size 'd' is not an integer >= 1; is this a layout? A mesh is text like 'rows:2;cols:4'",
+    ),
+    "an estimate in place of its program": (
+        lambda: mtf.explain(mtf.estimate(loss_program(), "v5e-1")),  # type: ignore[arg-type]
+        "explain: expected a program from mtf.lower, got Estimate *; write .program of it",
+    ),
+    "a page as a picture": (
+        lambda: mtf.estimate(loss_program(), "v5e-1").report("plan.pdf"),
+        "Estimate.report: a page is written as .html, not 'plan.pdf'",
+    ),
+    "a builder in place of its program": (
+        lambda: mtf.lower(lambda: None, mesh="d:8"),  # type: ignore[arg-type]
+        "call it: mtf.lower(*build(), ...)",
+    ),
     "search forbid unknown": (
         lambda: searched(forbid="btach"),
         "search: forbid has dim 'btach', which the program does not have; did you mean 'batch'?",
