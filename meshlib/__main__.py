@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 
+from meshlib.core.garbage import collect_rarely
+
 INTERRUPTED = 130  # exit status of shells after ctrl-C
 
 
@@ -12,7 +14,6 @@ def run() -> int:
     """Run the command line of this process, which ends with it; returns its exit status."""
     try:  # imported here, so that ctrl-C is quiet while modules load, too
         from meshlib.command import main
-        from meshlib.core.garbage import collect_rarely
 
         collect_rarely()
         return main()

@@ -89,7 +89,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a page as a picture": (
         lambda: mtf.estimate(loss_program(), "v5e-1").report("plan.pdf"),
-        "Estimate.report: a page is written as .html, not 'plan.pdf'",
+        "Estimate.report: the path must end in .html, got 'plan.pdf'",
     ),
     "a builder in place of its program": (
         lambda: mtf.lower(lambda: None, mesh="d:8"),  # type: ignore[arg-type]
