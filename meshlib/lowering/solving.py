@@ -20,7 +20,7 @@ from meshlib.lowering.elimination import Elimination, FactorGraph, Solution
 TABLE_LIMIT = 2_000_000  # entries of a table, above which the search branches
 SMALL_TABLE = 100_000  # entries: eliminating a variable is cheaper than bounding it
 DIVE_TABLE = 100_000
-SWEEPS, MORE_SWEEPS = 10, 40  # of dual ascent, between prunings; more after one that leaves most values
+SWEEPS, MORE_SWEEPS = 10, 40  # of dual ascent: at first, and after each pruning
 VALUES_LEFT = 0.97  # larger tables are more effective than further sweeps if these leave more of the values than this
 BRANCHES = 40  # maximum number
 BRANCH_REACH = 10**9  # entries: if eliminating any variable takes more, branching would not end
@@ -36,13 +36,11 @@ class _Incumbent:
     def __init__(self, graph: FactorGraph, values: Sequence[int]) -> None:
         self.graph, self.values, self.cost = graph, list(values), graph.cost(values)
 
-    def offer(self, values: Sequence[int]) -> bool:
-        """Replace the values by these if they cost less; returns whether they do."""
+    def offer(self, values: Sequence[int]) -> None:
+        """Replace the values by these if they cost less."""
         cost = self.graph.cost(values)
-        is_better = cost < self.cost
-        if is_better:
+        if cost < self.cost:
             self.values, self.cost = list(values), cost
-        return is_better
 
     def solution(self, bound: float | None = None) -> Solution:
         """The values with a lower bound; without one they are proved optimal."""
@@ -59,7 +57,7 @@ def solve(graph: FactorGraph, limit: int = TABLE_LIMIT) -> Solution:
     if not start.domain:
         return _Incumbent(graph, start.solution(len(graph.sizes))).solution()
     best = _Incumbent(graph, [0] * len(graph.sizes))
-    _improve(start, best)
+    _improve(start, best, SWEEPS)
     size = DIVE_TABLE
     while not np.isfinite(best.cost) and size < limit:  # the remaining values exclude each other
         size *= 16
@@ -98,9 +96,7 @@ def _rounded(graph: FactorGraph, problem: Elimination) -> list[int]:
     return problem.solution(len(graph.sizes), {v: int(problem.domain[v][n]) for v, n in at.items()})
 
 
-def _improve(
-    problem: Elimination, best: _Incumbent, slack: float = inf, rounds: bool = True, sweeps: int = SWEEPS
-) -> bool:
+def _improve(problem: Elimination, best: _Incumbent, sweeps: int, slack: float = inf) -> None:
     """Raise a problem's bound, then improve the incumbent unless the bound exceeds its cost by more than `slack`.
 
     Rounding is nearly as good as a dive, and cheaper, once the bound is tight: where what it costs is closer to the
@@ -108,33 +104,27 @@ def _improve(
     """
     before = problem.lower_bound()
     low = raise_bound(problem, sweeps)
-    if not rounds or low > best.cost + slack:
-        return False
-    is_better = best.offer(_rounded(best.graph, problem))
-    if best.cost - low > low - before:
-        is_better |= best.offer(_dive(best.graph, problem, DIVE_TABLE))
-    return is_better
+    if low <= best.cost + slack:
+        best.offer(_rounded(best.graph, problem))
+        if best.cost - low > low - before:
+            best.offer(_dive(best.graph, problem, DIVE_TABLE))
 
 
 def _attempt(problem: Elimination, best: _Incumbent, slack: float, limit: int) -> None:
     """Prune by the incumbent's cost plus `slack`, reduce, bound and improve it in turn. Raises: TooLarge."""
-    graph, size, tried = best.graph, SMALL_TABLE, inf
+    graph, size = best.graph, SMALL_TABLE
     while problem.domain:
         before = sum(problem.size.values())
         low = problem.prune(best.cost + slack)
         if low >= best.cost - abs(slack):
             return
         problem.reduce(size)
-        left = sum(problem.size.values())
-        if left > VALUES_LEFT * before:
+        if sum(problem.size.values()) > VALUES_LEFT * before:
             if size >= limit:
                 raise TooLarge
             size = min(size * 8, limit)
         if problem.domain:
-            # Try again if that improved the incumbent, otherwise once half of the values are gone.
-            tries = 2 * left <= tried
-            is_better = _improve(problem, best, slack, tries, MORE_SWEEPS if 2 * left > before else SWEEPS)
-            tried = inf if is_better else left if tries else tried
+            _improve(problem, best, MORE_SWEEPS, slack)
     if problem.constant <= best.cost + slack:
         best.offer(problem.solution(len(graph.sizes)))
 
