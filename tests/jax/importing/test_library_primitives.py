@@ -79,6 +79,13 @@ def test_loops_of_equinox(kind: str) -> None:
     np.testing.assert_allclose(made["dw"], slope, rtol=1e-4, atol=1e-6)
 
 
+def test_the_bound_of_a_loop_is_read_through_primitives_of_a_library() -> None:
+    def loss(w: Any) -> Any:
+        return eqxi.while_loop(lambda c: (c**2).sum() < 50, lambda c: c * 2, w, max_steps=3, kind="lax").sum()
+
+    compared(loss, X, names=NAMES, layouts=LAYOUTS, gradients=False)
+
+
 def test_what_must_not_be_differentiated_is_imported_and_refuses_gradients() -> None:
     def loss(w: Any) -> Any:
         return (w * jax.lax.stop_gradient(eqxi.nondifferentiable_backward(w * 2, name="this"))).sum()

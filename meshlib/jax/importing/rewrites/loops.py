@@ -59,16 +59,10 @@ def _conjuncts(jaxpr: Any) -> Iterator[Any]:
     while waiting:
         flag = waiting.pop()
         eqn = makers.get(flag) if not hasattr(flag, "val") else None
-        if eqn is not None and _joins_flags(eqn):
+        if eqn is not None and (eqn.primitive.name == "and" or eqn.params.get("name") == "logical_and"):
             waiting += eqn.invars
         else:
             yield flag
-
-
-def _joins_flags(eqn: Any) -> bool:
-    """True if an equation is true only where all its operands are."""
-    name, dtype = eqn.primitive.name, eqn.invars[0].aval.dtype
-    return name == "and" or eqn.params.get("name") == "logical_and" or (name, dtype) == ("convert_element_type", bool)
 
 
 def _needed_part(body: Any, consts: int, live: list[bool]) -> tuple[Any, list[bool], list[bool]]:
