@@ -45,7 +45,7 @@ def test_time_and_memory_store_the_same_values(name: str) -> None:
             if isinstance(members[0], Loop) or members[0].is_collective:
                 continue
             made = {y for i in members if not isinstance(i, Resident) for y in i.outputs}
-            uses = boundary_of(members, stored, in_place).uses
+            uses = boundary_of(members, stored, in_place)
             written = {u.buffer for u in uses if u.written}
             of_memory = {y for y in made if y not in decision.unstored or y in decision.written}
             values += len(made)

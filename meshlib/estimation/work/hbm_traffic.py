@@ -8,7 +8,7 @@ the values that it is computed from.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hardware.memory import LANES, SUBLANES
 from meshlib.core.opdef import Home, Kind
@@ -17,8 +17,7 @@ from meshlib.program.analysis.work import local_types
 from meshlib.program.instructions import Commit, Compute, Instruction, Move, Resident, Value
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """One buffer read or written by a group: exact and padded bytes.
 
     `written`: False if it is read; `passes`: whether it is a temporary between groups, which need not reside in HBM.
@@ -31,35 +30,11 @@ class Use:
     passes: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Boundary:
-    """Buffers that a group reads, then those that it writes."""
+def boundary_of(members: Sequence[Instruction], stored: Stored, in_place: frozenset[Value]) -> list[Use]:
+    """The buffers that a group reads, then those that it writes.
 
-    uses: tuple[Use, ...]
-
-    @property
-    def exact_bytes(self) -> int:
-        """Exact bytes of all uses."""
-        return sum(u.exact_bytes for u in self.uses)
-
-    @property
-    def padded_bytes(self) -> int:
-        """Padded bytes of all uses."""
-        return sum(u.padded_bytes for u in self.uses)
-
-    @property
-    def read_bytes(self) -> int:
-        """Padded bytes read."""
-        return sum(u.padded_bytes for u in self.uses if not u.written)
-
-    @property
-    def at_hand_bytes(self) -> int:
-        """Padded bytes read that are present from the start: variables, inputs, slices of a loop's stacks."""
-        return sum(u.padded_bytes for u in self.uses if not (u.written or u.passes))
-
-
-def boundary_of(members: Sequence[Instruction], stored: Stored, in_place: frozenset[Value]) -> Boundary:
-    """The boundary of a group; `in_place`: results that update an operand in place and write only a part."""
+    `in_place`: results that update an operand in place and write only a part.
+    """
     inside = {y for i in members for y in i.outputs}
     read: dict[Value, tuple[int, int]] = {}
     written: dict[Value, tuple[int, int]] = {}
@@ -84,8 +59,7 @@ def boundary_of(members: Sequence[Instruction], stored: Stored, in_place: frozen
             for b, bytes_read in _reads(i, n, share, inside, stored):
                 read[b] = max(read.get(b, bytes_read), bytes_read)
     uses = [Use(b, *bytes_read, False, b not in stored.held) for b, bytes_read in read.items()]
-    uses += [Use(b, *bytes_read, True, b not in stored.held) for b, bytes_read in written.items()]
-    return Boundary(tuple(uses))
+    return uses + [Use(b, *bytes_read, True, b not in stored.held) for b, bytes_read in written.items()]
 
 
 def _reads(

@@ -15,7 +15,7 @@ from hardware.memory import SUBLANES
 from meshlib.core.dtypes import BFLOAT16
 from meshlib.core.graph import FORWARD
 from meshlib.core.opdef import Kind, Storage
-from meshlib.estimation.work.hbm_traffic import Boundary, Use, boundary_of
+from meshlib.estimation.work.hbm_traffic import Use, boundary_of
 from meshlib.estimation.work.kernel_passes import Passes
 from meshlib.estimation.work.products import (
     Attention,
@@ -29,7 +29,7 @@ from meshlib.estimation.work.products import (
     useful_flops,
 )
 from meshlib.estimation.work.stored_values import Stored
-from meshlib.estimation.work.tiles import tiled_value_bytes
+from meshlib.estimation.work.tiles import padding_ratio
 from meshlib.program.analysis.work import local_work
 from meshlib.program.instructions import Commit, Compute, Instruction, Resident, Value
 from meshlib.program.records import Program, walk
@@ -135,54 +135,55 @@ def kernel_of(
     copies keep their names. `in_place`: results that overwrite part of an existing buffer. `region`: that of an
     enclosing loop outside the forward pass: then no operation inside counts as forward.
     """
-    main = _main(members, stored)
+    products = [i for i in members if is_matmul(i)]
+    main = products[0] if products else _main(members, stored)
 
     def is_recomputed(i: Instruction) -> bool:
         return i.operation.name in forward and (region or i.operation.region) != FORWARD
 
     ops, padded_ops, narrow = _vector_ops(program, members, stored)
-    products = [(i, matmul_of(program, i)) for i in members if is_matmul(i)]
+    matmuls = [matmul_of(program, i) for i in products]
     flops = sum(local_work(program, i).mxu_flops for i in members)
-    useful = sum((useful_flops(program, i, is_recomputed(i)) / product.passes for i, product in products), 0.0)
+    useful = sum(useful_flops(program, i, is_recomputed(i)) / m.passes for i, m in zip(products, matmuls, strict=True))
     attention = attention_of(program, main) if main.operation.opdef.scores and isinstance(main, Compute) else None
     if attention is not None and isinstance(main, Compute):
         useful += flops / attention.passes * attention.useful * share_useful(program, main, is_recomputed(main))
-    passed, spared = quantised.moved(main, stored) if is_matmul(main) else (0, 0)
-    boundary = boundary_of(members, stored, in_place)
+    passed, spared = quantised.moved(products[0], stored) if products else (0, 0)
     free = all(map(_is_free, members))
-    moved = Boundary(()) if free else boundary
+    uses = boundary_of(members, stored, in_place)
+    read = [use for use in uses if not use.written]
     row_bytes, sweeps = _rows(members)
     return Kernel(
         name=main.operation.name,
         opcode=main.opcode,
         source=main.operation.source,
         region=region or main.region,
-        matmuls=tuple((product, operand_itemsizes(i, stored.itemsize)) for i, product in products),
+        matmuls=tuple((m, operand_itemsizes(i, stored.itemsize)) for i, m in zip(products, matmuls, strict=True)),
         mxu_flops=flops,
         useful_flops=useful,
         vpu_ops=ops,
         padded_vpu_ops=padded_ops,
         narrow_vpu_ops=narrow,
-        hbm_bytes=moved.exact_bytes,
-        padded_bytes=moved.padded_bytes,
+        hbm_bytes=0 if free else sum([use.exact_bytes for use in uses]),
+        padded_bytes=0 if free else sum([use.padded_bytes for use in uses]),
         free=free,
-        uses=moved.uses,
+        uses=() if free else tuple(uses),
         attention=attention,
         quantised_bytes=passed,
         spared_bytes=spared,
-        at_hand_bytes=boundary.at_hand_bytes,
-        at_hand=at_hand(main, members, stored.held) if is_matmul(main) else (False, False),
+        at_hand_bytes=sum([use.padded_bytes for use in read if not use.passes]),
+        at_hand=at_hand(products[0], members, stored.held) if products else (False, False),
         row_bytes=row_bytes,
         sweeps=sweeps,
-        read_bytes=boundary.read_bytes,
+        read_bytes=sum([use.padded_bytes for use in read]),
     )
 
 
 def _main(members: Sequence[Instruction], stored: Stored) -> Instruction:
-    """The operation that names a group: its product, else its last one with a stored result of several elements."""
+    """The operation that names a group without a product: its last one with a stored result of several elements."""
     writers = [i for i in reversed(members) if any(map(stored.is_written, i.outputs))] or members[::-1]
     large = (i for i in writers if any(y.local_size > 1 for y in i.outputs))
-    return next(filter(is_matmul, members), None) or next(large, members[-1])
+    return next(large, members[-1])
 
 
 def _vector_ops(program: Program, members: Sequence[Instruction], stored: Stored) -> tuple[int, float, float]:
@@ -246,13 +247,11 @@ def _is_free(i: Instruction) -> bool:
         kind.kind is Kind.REDUCTION and i.inputs[0].sharding.local_size == i.outputs[0].sharding.local_size
     ):
         # Tiles are unchanged if the two minor dims are; a sum over dims of size 1 is its operand.
-        return i.inputs[0].local.shape.sizes[-2:] == i.outputs[0].local.shape.sizes[-2:]
+        return i.inputs[0].local_shape.sizes[-2:] == i.outputs[0].local_shape.sizes[-2:]
     return False
 
 
 def _stretch(i: Instruction) -> float:
     """Ratio of padded to actual elements of the largest value, which scales vector work."""
     largest = max((*i.inputs, *i.outputs), key=lambda v: v.local_size)
-    if not largest.local.shape.sizes:
-        return 1.0
-    return tiled_value_bytes(largest) / max(1, largest.local_bytes)
+    return padding_ratio(largest.local_shape.sizes, largest.tensor.dtype)

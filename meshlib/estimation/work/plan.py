@@ -160,12 +160,13 @@ class _UnitPlanner:
             self.recent.leave(map(self.stored.of, operands))
             self.recent.moved_bytes += result_bytes
         else:
-            unit.kernel = kernel_of(
+            kernel = kernel_of(
                 self.program, members, self.stored, self.quantised, self.whole.forward, self.in_place, self.region
             )
-            unit.kernel = self._in_tiles(self.recent.run(place, unit.kernel), members)
+            self.recent.run(place, kernel)
+            unit.kernel = self._in_tiles(kernel, members) if kernel.matmuls else kernel
             unit.product = bool(unit.kernel.matmuls)
-            unit.name, unit.source, unit.region = unit.kernel.name, unit.kernel.source, unit.kernel.region
+            unit.name, unit.source, unit.region = kernel.name, kernel.source, kernel.region
         return unit
 
     def _repeat(self, unit: Unit, loop: Loop) -> None:
@@ -191,10 +192,8 @@ class _UnitPlanner:
         return [replace(m, larger_bytes=m.larger_bytes * 8 // wide.bits) for m in moves]
 
     def _in_tiles(self, kernel: Kernel, members: Sequence[Instruction]) -> Kernel:
-        """A kernel whose expert product, if any, is padded to whole weight tiles, or looks up biases."""
-        compiler, product = self.whole.compiler, next(filter(is_matmul, members), None)
-        if product is None:
-            return kernel
+        """A product's kernel, which for experts is padded to whole weight tiles, or looks up biases."""
+        compiler, product = self.whole.compiler, next(filter(is_matmul, members))
         registers = looked_up_registers(product) if compiler.bias_lookups else 0
         if registers:
             return replace(kernel, matmuls=(), row_registers=registers)
@@ -202,7 +201,7 @@ class _UnitPlanner:
             return kernel
         ((matmul, itemsizes),) = kernel.matmuls
         tiled = in_ragged_tiles(matmul, product, compiler.ragged_tile_width)
-        return replace(kernel, matmuls=((tiled, itemsizes),))
+        return kernel if tiled is matmul else replace(kernel, matmuls=((tiled, itemsizes),))
 
     def _number(self, value: Value) -> int:
         return self.numbers.setdefault(value, len(self.numbers))

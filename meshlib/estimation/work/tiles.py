@@ -5,9 +5,11 @@ Source: `hardware.memory`.
 
 from __future__ import annotations
 
-from math import ceil
+from functools import lru_cache
+from math import ceil, prod
 
 from hardware.memory import densest_bytes
+from meshlib.core.dtypes import DType
 from meshlib.program.instructions import Value
 
 
@@ -19,3 +21,9 @@ def tiled_value_bytes(v: Value) -> int:
 def tiled_bytes(sizes: tuple[int, ...], itemsize: float) -> int:
     """Bytes of a block of these sizes; a scalar takes its own bytes."""
     return densest_bytes(sizes, itemsize) if sizes else ceil(itemsize)
+
+
+@lru_cache(maxsize=1 << 14)
+def padding_ratio(sizes: tuple[int, ...], dtype: DType) -> float:
+    """Ratio of the bytes of a block in whole tiles to its own; 1 for a scalar."""
+    return tiled_bytes(sizes, dtype.itemsize) / max(1, dtype.size_bytes(prod(sizes))) if sizes else 1.0

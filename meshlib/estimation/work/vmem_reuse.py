@@ -51,9 +51,9 @@ class Recent:
     _last: dict[Value, tuple[int, int]] = field(default_factory=dict)  # (bytes moved until then, bytes used)
     # (unit, total bytes, largest use, bytes moved before)
     _first: dict[Value, tuple[int, int, int, int]] = field(default_factory=dict)
-    _passes: dict[Value, list[tuple[int, int, int, int]]] = field(
-        default_factory=dict
-    )  # (unit, bytes, bytes moved before, bytes moved until then)
+    # (unit, bytes, bytes moved before, bytes moved until then)
+    _passes: dict[Value, list[tuple[int, int, int, int]]] = field(default_factory=dict)
+    _again: dict[int, list[tuple[int, int, float]]] = field(default_factory=dict)  # unit -> `Kernel.again`
 
     @classmethod
     def of(cls, loop: Loop) -> Recent:
@@ -63,8 +63,8 @@ class Recent:
         stays |= {body.outputs[end]: body.inputs[begin] for begin, end in loop.carries}
         return cls(loop.trips, stays)
 
-    def run(self, unit: int, kernel: Kernel) -> Kernel:
-        """Count a kernel's traffic, and return it with the HBM operands that it may still find on the chip."""
+    def run(self, unit: int, kernel: Kernel) -> None:
+        """Count a kernel's traffic."""
         known: dict[Value, list[int]] = {}  # a carry may be read and written at once
         before, after = self.moved_bytes, self.moved_bytes + kernel.padded_bytes
         for use in kernel.uses:
@@ -73,17 +73,16 @@ class Recent:
             elif use.written or use.buffer in self._passes:
                 uses = [] if use.written else self._passes[use.buffer]
                 self._passes[use.buffer] = [*uses, (unit, use.padded_bytes, before, after)]
-        again = []
         for buffer, sizes in known.items():
             if buffer in self._last:
                 then, used = self._last[buffer]
                 if before - then < MOST_BYTES:
-                    again.append((before - then, max(sizes), float(sum(min(used, size) for size in sizes))))
+                    found = float(sum(min(used, size) for size in sizes))
+                    self._again.setdefault(unit, []).append((before - then, max(sizes), found))
             elif buffer in self.stays and self.trips > 1:
                 self._first[buffer] = unit, sum(sizes), max(sizes), before
         self.moved_bytes = after
         self._last.update({buffer: (after, max(sizes)) for buffer, sizes in known.items()})
-        return replace(kernel, again=tuple(again)) if again else kernel
 
     def leave(self, buffers: Iterable[Value]) -> None:
         """Record that these buffers are read by something other than a kernel, and so from HBM."""
@@ -121,21 +120,22 @@ class Recent:
 
     def close(self, units: Sequence[Unit]) -> None:
         """Annotate the units with temporaries that stay on the chip, and for a body, buffers of the previous trip."""
-        for place, temporaries in self._reuse_distances().items():
-            kernel = units[place].kernel
-            if kernel is not None:
-                units[place].kernel = replace(kernel, kept=tuple(sorted(temporaries)))
-        for place, resident in self._resident(units).items():
-            kernel = units[place].kernel
-            if kernel is not None:
-                units[place].kernel = replace(kernel, resident=tuple(sorted(resident)))
         for buffer, (place, size, largest, before) in self._first.items():
             then, used = self._last[buffer]
             between = self.moved_bytes - then + before
-            kernel = units[place].kernel
-            if between < MOST_BYTES and kernel is not None:
+            if between < MOST_BYTES:
                 spared = size * min(1.0, used / max(1, largest)) * (self.trips - 1) / self.trips
-                units[place].kernel = replace(kernel, again=(*kernel.again, (between, largest, spared)))
+                self._again.setdefault(place, []).append((between, largest, spared))
+        kept, resident = self._reuse_distances(), self._resident(units)
+        for place in {*kept, *resident, *self._again}:
+            kernel = units[place].kernel
+            if kernel is not None:
+                units[place].kernel = replace(
+                    kernel,
+                    kept=tuple(sorted(kept.get(place, ()))),
+                    resident=tuple(sorted(resident.get(place, ()))),
+                    again=tuple(self._again.get(place, ())),
+                )
 
 
 def kept_bytes(kernel: Kernel, chip: Chip, held_bytes: int) -> float:

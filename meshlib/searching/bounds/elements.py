@@ -89,7 +89,7 @@ def _kernels(
         elif all(isinstance(i, Compute) for i in members):
             product = next((i for i in members if is_product(i)), None)
             operands = _operands(product, members, stored) if product is not None else frozenset()
-            uses = boundary_of(members, stored, in_place).uses
+            uses = boundary_of(members, stored, in_place)
             yield product, [(u.buffer, u.exact_bytes) for u in uses if u.passes and u.buffer not in operands], times
 
 
