@@ -94,7 +94,7 @@ class Estimate(Shown):
             return self
         if replace(physics, slice_jitter=self.physics.slice_jitter) == self.physics:
             return replace(self, physics=physics)  # jitter is added to a schedule
-        return replace(self, physics=physics, schedule=scheduled(self.plan, self.slice.chip, physics, self.compiler))
+        return replace(self, physics=physics, schedule=scheduled(self.plan, self.placement, physics, self.compiler))
 
     # ------------------------------------------------------------ time, modelled
 

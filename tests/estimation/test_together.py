@@ -286,9 +286,8 @@ def test_numbers_drawn_to_round_cotangents_pass_through_memory():
         loss = mtf.reduce_sum(mtf.sin(mtf.quantized_einsum([x, w], [rows, n])))
         dx, dw = mtf.gradients([loss], [x, w])
         program = mtf.lower({"loss": loss, "dx": dx, "dw": dw})
-    network = Network(mtf.estimate(program, "v5e-1").placement)
     plain, noisy = (
-        [u.kernel.quantised_bytes for u in plan_of(program, network, compiler).units if u.product]
+        [u.kernel.quantised_bytes for u in plan_of(program, compiler).units if u.product]
         for compiler in (mtf.XLA_TPU, replace(mtf.XLA_TPU, rounding_noise_bytes=4))
     )
     assert [b - a for a, b in zip(plain, noisy, strict=True)] == [0, 2 * 4 * 1024 * 256, 2 * 4 * 1024 * 256]
@@ -322,8 +321,8 @@ def test_what_a_trip_sends_may_end_in_the_next_where_layers_are_written_out():
         train = mtf.optimize.SgdOptimizer(0.1).minimize(mtf.reduce_mean(mtf.square(mtf.cast(y, "float32"))))
         program = mtf.lower(updates=train, mesh="chips:4", layout="rows:chips")
     est = mtf.estimate(program, "v5e-4", physics=IDEAL)
-    plan, times = plan_of(program, Network(est.placement), INDEPENDENT), Times(V5E, IDEAL)
-    rolled, out = (schedule(plan, times, replace(INDEPENDENT, unrolled_loops=way)) for way in (False, True))
+    plan, times, network = plan_of(program, INDEPENDENT), Times(V5E, IDEAL), Network(est.placement)
+    rolled, out = (schedule(plan, times, network, replace(INDEPENDENT, unrolled_loops=way)) for way in (False, True))
     backward = [e for e in rolled.events if e.loop is not None][-1].loop
     tail = backward.seconds - backward.core_seconds
     assert tail > 0

@@ -10,7 +10,6 @@ from itertools import groupby, islice
 import pytest
 
 import meshlib as mtf
-from meshlib.estimation.work.communication import Network
 from meshlib.estimation.work.plan import plan_of
 from meshlib.estimation.work.tiles import tiled_value_bytes
 from meshlib.program.analysis.buffers import START, Buffer, fused_values, stored_values
@@ -128,7 +127,7 @@ def test_time_and_memory_go_by_one_order(step) -> None:
     # read has come if nothing large waits for them, or earlier, for a collective that is combined with others.
     leading = {
         u.number
-        for u in plan_of(program, Network(mtf.estimate(program, "v5e-4").placement), program.compiler).units
+        for u in plan_of(program, program.compiler).units
         if u.is_large
     }
     assert len(leading) > 1

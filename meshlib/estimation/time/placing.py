@@ -1,9 +1,9 @@
 """The placement of a program's mesh under which its step takes least, with its schedule.
 
 Collectives hidden behind work cost nothing, so the placement with the least time of all collectives in sequence may not
-be the fastest. Starting from it, a step under another placement is predicted from the exposed seconds and the prices of
-each kind of collective (`PricedPlacements.least_change`). Placements predicted to be faster are scheduled, the best
-prediction first, and predictions start anew from each that is faster.
+be the fastest. It is scheduled first. From each scheduled step, those under other placements are predicted by the
+exposed seconds and the prices of each kind of collective (`PricedPlacements.least_change`): at the best, so that of
+several predictions the slowest counts. Placements predicted to be faster are scheduled, the best prediction first.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from meshlib.core.compiler import Compiler
 from meshlib.estimation.time.attribution import exposed
 from meshlib.estimation.time.physics import Physics
 from meshlib.estimation.time.scheduling import StepSchedule, scheduled
-from meshlib.estimation.work.communication import CompiledCollectives, KindOverAxes, Network, PricedPlacements
-from meshlib.estimation.work.plan import plan_of, repriced
+from meshlib.estimation.work.communication import CompiledCollectives, KindOverAxes, PricedPlacements
+from meshlib.estimation.work.plan import plan_of
 from meshlib.estimation.work.units import UnitPlan
 from meshlib.program.records import Program
+
+WORTHWHILE = 0.0005  # of a step: placements predicted to save less are not scheduled
 
 
 class PlacedStep(NamedTuple):
@@ -34,25 +36,19 @@ def fastest_step(
     compiled: CompiledCollectives | None = None,
 ) -> PlacedStep:  # fmt: skip
     """The step of a program under the fastest of these placements, as far as predicted; others as of `plan_of`."""
-    number = among.cheapest
-    placement = among.placements[number]
-    chip = placement.slice.chip
-    plan = plan_of(program, Network(placement), compiler, compiled)
-    best = PlacedStep(placement, plan, scheduled(plan, chip, physics, compiler))
-    others = among.cheaper_for_some(number)
-    exposed_seconds = _exposed_seconds(best.schedule) if others else {}
-    while others:
-        changes = {n: among.least_change(exposed_seconds, number, n) for n in others}
-        other = min(others, key=lambda n: changes[n])
-        if changes[other] >= 0:
-            break
-        others.remove(other)
-        placement = among.placements[other]
-        plan = repriced(best.plan, Network(placement))
-        schedule = scheduled(plan, chip, physics, compiler)
-        if schedule.seconds < best.schedule.seconds:
-            best, number = PlacedStep(placement, plan, schedule), other
-            exposed_seconds = _exposed_seconds(schedule)
+    plan, number = plan_of(program, compiler, compiled), among.cheapest
+    others = dict.fromkeys(sorted(among.cheaper_for_some(number)), 0.0)  # with the predicted seconds of their steps
+    best: PlacedStep | None = None
+    while best is None or (others and others[number] < best.schedule.seconds * (1 - WORTHWHILE)):
+        others.pop(number, None)
+        schedule = scheduled(plan, among.placements[number], physics, compiler)
+        if best is None or schedule.seconds < best.schedule.seconds:
+            best = PlacedStep(among.placements[number], plan, schedule)
+        exposed_seconds = _exposed_seconds(schedule) if others else {}
+        for other, seconds in others.items():
+            change = among.least_change(exposed_seconds, number, other)
+            others[other] = max(seconds, schedule.seconds + change)
+        number = min(others, key=others.__getitem__, default=number)
     return best
 
 

@@ -40,10 +40,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hardware.chips import Chip
 from hardware.collective_kinds import COLLECTIVE_KINDS
 from hardware.memory import hbm_seconds, pcie_seconds
 from hardware.network import Cost
+from hardware.placement import Placement
 from layouts.step_kinds import STEP_KINDS
 from meshlib.core.compiler import Compiler
 from meshlib.core.graph import UPDATE
@@ -52,7 +52,7 @@ from meshlib.estimation.time.hbm_engine import Hbm
 from meshlib.estimation.time.kernel_times import KernelTime, Times
 from meshlib.estimation.time.link_sharing import LinkTimes, Moved
 from meshlib.estimation.time.physics import Physics
-from meshlib.estimation.work.communication import Communication, launch_seconds
+from meshlib.estimation.work.communication import Communication, Network, launch_seconds
 from meshlib.estimation.work.kernels import Kernel
 from meshlib.estimation.work.units import HOST_COPIES, Unit, UnitPlan
 
@@ -123,22 +123,27 @@ class StepSchedule:
         self.busy[engine] = self.busy.get(engine, 0.0) + seconds
 
 
-def schedule(plan: UnitPlan, times: Times, compiler: Compiler, spare_seconds: float | None = None) -> StepSchedule:
+def schedule(
+    plan: UnitPlan, times: Times, network: Network, compiler: Compiler, spare_seconds: float | None = None
+) -> StepSchedule:
     """The schedule of a plan from 0, under a compiler's policy of overlap and loop unrolling.
 
     `spare_seconds`: HBM time before the start usable for prefetching; None for a program.
     """
-    return _SchedulePass(plan, times, compiler, spare_seconds).run()
+    return _SchedulePass(plan, times, network, compiler, spare_seconds).run()
 
 
-def scheduled(plan: UnitPlan, chip: Chip, physics: Physics, compiler: Compiler) -> StepSchedule:
+def scheduled(plan: UnitPlan, placement: Placement, physics: Physics, compiler: Compiler) -> StepSchedule:
     """The schedule of a whole program on one device; a single kernel has the chip for itself."""
-    return schedule(plan, Times(chip, physics, alone=plan.kernels == 1), compiler)
+    times = Times(placement.slice.chip, physics, alone=plan.kernels == 1)
+    return schedule(plan, times, Network(placement), compiler)
 
 
 class _SchedulePass:
-    def __init__(self, plan: UnitPlan, times: Times, compiler: Compiler, spare_seconds: float | None) -> None:
-        self.plan, self.times, self.compiler = plan, times, compiler
+    def __init__(
+        self, plan: UnitPlan, times: Times, network: Network, compiler: Compiler, spare_seconds: float | None
+    ) -> None:
+        self.plan, self.times, self.network, self.compiler = plan, times, network, compiler
         self.overlap, self.unrolled = compiler.overlap, compiler.unrolled_loops
         self.schedule = StepSchedule()
         self.core = 0.0  # time at which the core becomes free
@@ -249,11 +254,12 @@ class _SchedulePass:
         self._event(unit, start, start + seconds, copy=(direction, size))
 
     def _collective(self, unit: Unit) -> None:
-        ((move, cost),) = unit.moves
+        (move,) = unit.moves
         ready = max(self.core if unit.early else 0.0, self._operands_ready(unit))
         kernel = self._summed_kernel(unit, move) if unit.chained else None
         if kernel is not None:
             ready = kernel.start + kernel.seconds / move.group
+        cost = self.network.cost(move)
         event = self._send(unit, move, cost, ready)
         if kernel is not None:
             end = kernel.end + event.seconds / move.group
@@ -303,8 +309,8 @@ class _SchedulePass:
             self.ready.update(dict.fromkeys(unit.outputs, self._operands_ready(unit)))
             return
         waits, window = self._waits(unit)
-        for move, cost in unit.moves:
-            waits = max(waits, self._send(unit, move, cost, waits).end)
+        for move in unit.moves:
+            waits = max(waits, self._send(unit, move, self.network.cost(move), waits).end)
         time = self.times.of(kernel)
         start = max(self._pay_debt(), waits)
         time = self.hbm.run(time, self.core, start)
@@ -357,9 +363,9 @@ class _SchedulePass:
         return producer if producer is not None and producer.kernel is not None else None
 
     def _loop(self, unit: Unit, plan: UnitPlan) -> None:
-        body = schedule(plan, self.times, self.compiler, 0.0)
+        body = schedule(plan, self.times, self.network, self.compiler, 0.0)
         if body.spare_seconds and unit.trips > 1:  # spare HBM time at the end of a trip prefetches for the next
-            body = schedule(plan, self.times, self.compiler, body.spare_seconds)
+            body = schedule(plan, self.times, self.network, self.compiler, body.spare_seconds)
         period, tail = body.seconds, 0.0
         if self.unrolled:
             period = max(

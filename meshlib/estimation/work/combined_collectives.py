@@ -1,13 +1,14 @@
 """Small collectives combined into one launch, as compilers do.
 
-A collective whose launch and hops take longer than its bytes is combined with others of its kind over the same axes, up
-to the threshold of XLA's combiners. Members are independent, and no consumer is delayed: all are complete before the
-first consumer. A collective may thus be issued later than in the program, but before its first consumer; or earlier, if
-its operands are available at almost no cost (the cast of a bias).
+A small collective is combined with others of its kind over the same axes, up to the threshold of XLA's combiners.
+Members are independent, and no consumer is delayed: all are complete before the first consumer. A collective may thus
+be issued later than in the program, but before its first consumer; or earlier, if its operands are available at almost
+no cost (the cast of a bias). As in XLA, bytes alone decide, so that faster links leave a program's collectives as they
+are.
 
 Sources: openxla/xla all_reduce_combiner, all_gather_combiner and reduce_scatter_combiner; the threshold is
-kDefaultAllReduceCombineThreshold of xla/service/collective_utils.h. Only latency-bound collectives are combined here:
-larger ones would lose their overlap by pieces (`meshlib.estimation.time.scheduling`).
+kDefaultAllReduceCombineThreshold of xla/service/collective_utils.h. Larger collectives are not combined here: they
+would lose their overlap by pieces (`meshlib.estimation.time.scheduling`).
 """
 
 from __future__ import annotations
@@ -15,20 +16,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from hardware.memory import hbm_seconds
-from meshlib.estimation.work.communication import Communication, Network
+from meshlib.estimation.work.communication import Communication
 from meshlib.estimation.work.units import Unit
 
 COMBINED = ("all_reduce", "all_gather", "reduce_scatter")
 THRESHOLD_BYTES = 30 * 2**20
+# Assumed: bytes take about as long as a launch and the hops over a torus of 16x8 chips.
+SMALL_BYTES = 2 * 2**20
 
 
-def combined(units: Sequence[Unit], network: Network) -> list[Unit]:
+def combined(units: Sequence[Unit]) -> list[Unit]:
     """The units with small collectives combined, in an order that respects dependencies."""
-    groups = _Grouping(units, network).groups
-    if not groups:
-        return list(units)
-    return _ordered(units, groups, network)
+    groups = _Grouping(units).groups
+    return _ordered(units, groups) if groups else list(units)
 
 
 @dataclass(eq=False)
@@ -54,8 +54,8 @@ class _Group:
 
 
 class _Grouping:
-    def __init__(self, units: Sequence[Unit], network: Network) -> None:
-        self.units, self.network = units, network
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = units
         self.maker = {y: n for n, u in enumerate(units) for y in u.outputs}
         self.first_user: dict[int, int] = {}
         for n, u in enumerate(units):
@@ -67,10 +67,10 @@ class _Grouping:
         open_: dict[object, _Group] = {}
         for n, unit in enumerate(units):
             rooted = all(self.at_once[self.maker[x]] for x in unit.inputs if x in self.maker)
-            self.at_once.append(rooted and self._is_almost_free(unit))
-            if not self._is_small(unit):
+            self.at_once.append(rooted and _is_almost_free(unit))
+            if not _is_small(unit):
                 continue
-            ((move, _),) = unit.moves
+            (move,) = unit.moves
             latest = min((self.first_user.get(y, len(units)) for y in unit.outputs), default=len(units))
             span = n, move.larger_bytes, 0 if rooted and not unit.early else n, latest
             key = move.kind, move.axes
@@ -80,21 +80,18 @@ class _Grouping:
                 groups.append(open_[key])
         self.groups = [g for g in groups if len(g.members) > 1]
 
-    def _is_small(self, unit: Unit) -> bool:
-        if not unit.is_collective:
-            return False
-        ((move, cost),) = unit.moves
-        wire = max((busy for _, busy in cost.busy_seconds), default=0.0)
-        return move.kind in COMBINED and wire < cost.seconds - wire + self.network.launch_seconds
 
-    def _is_almost_free(self, unit: Unit) -> bool:
-        if unit.kernel is None or unit.product or unit.moves:
-            return False
-        chip = self.network.placement.slice.chip
-        return hbm_seconds(chip, unit.kernel.padded_bytes) <= chip.launch_seconds
+def _is_small(unit: Unit) -> bool:
+    return unit.is_collective and unit.moves[0].kind in COMBINED and unit.moves[0].larger_bytes <= SMALL_BYTES
 
 
-def _ordered(units: Sequence[Unit], groups: Sequence[_Group], network: Network) -> list[Unit]:
+def _is_almost_free(unit: Unit) -> bool:
+    if unit.kernel is None or unit.product or unit.moves:
+        return False
+    return unit.kernel.padded_bytes <= SMALL_BYTES
+
+
+def _ordered(units: Sequence[Unit], groups: Sequence[_Group]) -> list[Unit]:
     maker = {y: n for n, u in enumerate(units) for y in u.outputs}
     starts: dict[int, list[_Group]] = {}
     for g in groups:
@@ -118,15 +115,15 @@ def _ordered(units: Sequence[Unit], groups: Sequence[_Group], network: Network) 
         for g in starts.get(n, ()):
             for member in g.members:
                 put(member)
-            order.append(_merged([units[m] for m in g.members], network))
+            order.append(_merged([units[m] for m in g.members]))
         if n not in together:
             put(n)
     return order
 
 
-def _merged(members: Sequence[Unit], network: Network) -> Unit:
+def _merged(members: Sequence[Unit]) -> Unit:
     """All members in one launch."""
-    moves = [move for u in members for move, _ in u.moves]
+    moves = [move for u in members for move in u.moves]
     first = moves[0]
     move = Communication(
         first.kind,
@@ -143,6 +140,6 @@ def _merged(members: Sequence[Unit], network: Network) -> Unit:
         members[0],
         inputs=tuple(dict.fromkeys(x for u in members for x in u.inputs)),
         outputs=tuple(y for u in members for y in u.outputs),
-        moves=((move, network.cost(move)),),
+        moves=(move,),
         early=all(u.early for u in members),
     )

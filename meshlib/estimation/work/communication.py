@@ -103,11 +103,6 @@ class Network:
         self.placement = placement
         self._prices: dict[tuple[str, tuple[str, ...], int], Cost] = {}
 
-    @property
-    def launch_seconds(self) -> float:
-        """Seconds to start a collective, besides wire and hops."""
-        return self.placement.slice.chip.collective_launch_seconds
-
     def cost(self, move: Communication) -> Cost:
         """Modelled time of a collective alone on the network."""
         key = (move.kind, move.axes, move.larger_bytes)
@@ -142,13 +137,16 @@ class PricedPlacements(NamedTuple):
     def least_change(self, exposed_seconds: Mapping[KindOverAxes, float], before: int, after: int) -> float:
         """Predicted change of a step in seconds, at the best.
 
-        Of a collective that takes less time, what it saves is saved from what is exposed; of one that takes more, the
-        same share is exposed.
+        Of a collective that takes less time, what it saves is saved from what is exposed. Of one that takes more, the
+        same share is exposed; if it is little more, half of that, for which there may be other work to hide behind.
         """
         change = 0.0
         for collective, paid, price in zip(self.collectives, self.prices[before], self.prices[after], strict=False):
             seconds = exposed_seconds.get(collective, 0.0)
-            change += seconds * (price / paid - 1) if price > paid else max(price - paid, -seconds)
+            if price > paid:
+                change += seconds * (price / paid - 1) * (1 - paid / price / 2)
+            else:
+                change += max(price - paid, -seconds)
         return change
 
 

@@ -1,6 +1,7 @@
 """A program as schedule units in order, with kernels, collectives and dependencies.
 
-Making a plan walks the program once; scheduling a plan again, with other constants or prices, takes a fraction of that.
+Making a plan walks the program once; scheduling a plan again, with other constants or under another placement, takes a
+fraction of that.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from meshlib.core.compiler import Compiler
 from meshlib.core.graph import FORWARD, UPDATE
 from meshlib.core.opdef import Kind
 from meshlib.estimation.work.combined_collectives import combined
-from meshlib.estimation.work.communication import Communication, CompiledCollectives, Network, moves_of
+from meshlib.estimation.work.communication import Communication, CompiledCollectives, moves_of
 from meshlib.estimation.work.kernel_passes import passes_of
 from meshlib.estimation.work.kernels import Kernel, forward_names, kernel_of
 from meshlib.estimation.work.products import Quantised, in_ragged_tiles, is_matmul, looked_up_registers, narrow_values
@@ -29,14 +30,12 @@ from meshlib.program.records import Program
 _ELEMENTWISE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
 
 
-def plan_of(
-    program: Program, network: Network, compiler: Compiler, compiled: CompiledCollectives | None = None
-) -> UnitPlan:
+def plan_of(program: Program, compiler: Compiler, compiled: CompiledCollectives | None = None) -> UnitPlan:
     """The plan of a program, with a compiler's rounding noise and tiles of ragged products.
 
     `compiled`: collectives of a compiled program, which replace the program's own.
     """
-    whole = _PlanContext(network, forward_names(program), compiler, compiled)
+    whole = _PlanContext(forward_names(program), compiler, compiled)
     plan = _planned(program, whole, Recent(), program.memory_plan.in_place, None)
     if plan.kernels == 1:
         _note_passes(plan, program)
@@ -47,7 +46,6 @@ def plan_of(
 class _PlanContext:
     """Context shared by a program and its loops' bodies; `forward` names the operations of the forward pass."""
 
-    network: Network
     forward: frozenset[str]
     compiler: Compiler
     compiled: CompiledCollectives | None = None
@@ -65,29 +63,11 @@ def _planned(
     planner = _UnitPlanner(program, whole, recent, in_place, region, Stored(program, loop))
     units = [planner.unit(n, members) for n, members in enumerate(kernels_of(program))]
     recent.close(units)
-    return _combined_plan(units, whole.network)
-
-
-def repriced(plan: UnitPlan, network: Network) -> UnitPlan:
-    """The plan with its collectives priced, and combined, on another network."""
-    units = [
-        replace(
-            u,
-            moves=tuple((move, network.cost(move)) for move, _ in u.moves),
-            body=None if u.body is None else repriced(u.body, network),
-            chained=False, leads_on=False, closes=frozenset(),
-        )
-        for u in plan.uncombined
-    ]  # fmt: skip
-    return _combined_plan(units, network)
-
-
-def _combined_plan(uncombined: Sequence[Unit], network: Network) -> UnitPlan:
-    units = combined(uncombined, network)
+    units = combined(units)
     _note_chains(units)
     _note_windows(units)
     _note_leaders(units)
-    return UnitPlan(tuple(units), tuple(uncombined))
+    return UnitPlan(tuple(units))
 
 
 def kernels_of(program: Program) -> list[list[Instruction]]:
@@ -155,7 +135,7 @@ class _UnitPlanner:
             unit.host_bytes = first.opcode, result_bytes
             return unit
         unit.early = isinstance(first, Reshard) and first.early
-        unit.moves = tuple((m, self.whole.network.cost(m)) for m in self._moves(members))
+        unit.moves = tuple(self._moves(members))
         if first.is_collective:
             self.recent.leave(map(self.stored.of, operands))
             self.recent.moved_bytes += result_bytes
@@ -243,7 +223,7 @@ def _note_windows(units: Sequence[Unit]) -> None:
     last: dict[int, Unit] = {}  # gathered value -> last product of its open window
     gathered: set[int] = set()
     for unit in units:
-        if unit.is_collective and STEP_KINDS[unit.moves[0][0].kind].gathers and unit.chained:
+        if unit.is_collective and STEP_KINDS[unit.moves[0].kind].gathers and unit.chained:
             gathered.update(unit.outputs)
         if not unit.is_large:
             continue

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hardware.network import Cost
 from meshlib.core.loop_record import Timing
 from meshlib.estimation.work.communication import Communication
 from meshlib.estimation.work.kernels import Kernel
@@ -20,7 +19,7 @@ class Unit:
       number: number of its fusion group, which its first instruction has too.
       name, source, region: those of its main operation.
       inputs, outputs: numbers of the values that it reads from other units, and of its results.
-      moves: its transfers with their prices; a collective has exactly one.
+      moves: its transfers; a collective has exactly one.
       kernel: the work of a fusion group; None for other units.
       body, trips: the plan of a loop's body, and how often the body runs. For a branch, `trips` is the share of the
         enclosing trips in which a device runs it.
@@ -41,7 +40,7 @@ class Unit:
     region: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    moves: tuple[tuple[Communication, Cost], ...] = ()
+    moves: tuple[Communication, ...] = ()
     kernel: Kernel | None = None
     body: UnitPlan | None = None
     trips: float = 1
@@ -68,13 +67,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """The units of a program or loop body, in order, without references to the program.
-
-    `uncombined`: the units before small collectives were combined.
-    """
+    """The units of a program or loop body, in order, without references to the program."""
 
     units: tuple[Unit, ...]
-    uncombined: tuple[Unit, ...]
 
     @property
     def kernels(self) -> int:
