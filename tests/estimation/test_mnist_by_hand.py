@@ -71,8 +71,9 @@ def test_repeated_work_counts_once_in_mfu():
             TWO_D,
             {
                 ("all_reduce", B // 2 * C * F32),
-                # Between the two cores of a chip: less time than to start it.
-                ("all_reduce", (P * H // 4 + H // 4 * C) * F32 + 4),
+                # 803 kB are too many to go with others over two devices.
+                ("all_reduce", P * H // 4 * F32),
+                ("all_reduce", H // 4 * C * F32 + 4),
             },
         ),
     ],

@@ -3,26 +3,30 @@
 A small collective is combined with others of its kind over the same axes, up to the threshold of XLA's combiners.
 Members are independent, and no consumer is delayed: all are complete before the first consumer. A collective may thus
 be issued later than in the program, but before its first consumer; or earlier, if its operands are available at almost
-no cost (the cast of a bias). As in XLA, bytes alone decide, so that faster links leave a program's collectives as they
-are.
+no cost (the cast of a bias). As in XLA, rates of links do not decide, so that faster ones leave a program's collectives
+as they are.
 
 Sources: openxla/xla all_reduce_combiner, all_gather_combiner and reduce_scatter_combiner; the threshold is
-kDefaultAllReduceCombineThreshold of xla/service/collective_utils.h. Larger collectives are not combined here: they
-would lose their overlap by pieces (`meshlib.estimation.time.scheduling`).
+kDefaultAllReduceCombineThreshold of xla/service/collective_utils.h. Larger collectives are not combined here: the first
+would wait for the last, and lose its overlap.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import sqrt
 
 from meshlib.estimation.work.communication import Communication
 from meshlib.estimation.work.units import Unit
 
 COMBINED = ("all_reduce", "all_gather", "reduce_scatter")
 THRESHOLD_BYTES = 30 * 2**20
-# Assumed: bytes take about as long as a launch and the hops over a torus of 16x8 chips.
-SMALL_BYTES = 2 * 2**20
+# Small: sent in no more time than a message takes across a square torus, at the nominal rates of v5e. A chip's four
+# links of 50 GB/s send 200 kB during a hop of 1 us; n chips are sqrt(n) hops across.
+HOP_BYTES = 200_000
+# Almost free: HBM moves it in about the time of a launch.
+FREE_BYTES = 2**20
 
 
 def combined(units: Sequence[Unit]) -> list[Unit]:
@@ -82,13 +86,16 @@ class _Grouping:
 
 
 def _is_small(unit: Unit) -> bool:
-    return unit.is_collective and unit.moves[0].kind in COMBINED and unit.moves[0].larger_bytes <= SMALL_BYTES
+    if not unit.is_collective:
+        return False
+    (move,) = unit.moves
+    return move.kind in COMBINED and move.larger_bytes <= HOP_BYTES * sqrt(move.group)
 
 
 def _is_almost_free(unit: Unit) -> bool:
     if unit.kernel is None or unit.product or unit.moves:
         return False
-    return unit.kernel.padded_bytes <= SMALL_BYTES
+    return unit.kernel.padded_bytes <= FREE_BYTES
 
 
 def _ordered(units: Sequence[Unit], groups: Sequence[_Group]) -> list[Unit]:
