@@ -125,11 +125,7 @@ def test_time_and_memory_go_by_one_order(step) -> None:
     assert set(computed) <= set(groups)
     # Products, attention and loops keep the program's order. Small things go with collectives: put off until what they
     # read has come if nothing large waits for them, or earlier, for a collective that is combined with others.
-    leading = {
-        u.number
-        for u in plan_of(program, program.compiler).units
-        if u.is_large
-    }
+    leading = {u.number for u in plan_of(program, program.compiler).units if u.is_large}
     assert len(leading) > 1
     assert [n for n in computed if n in leading] == sorted(leading & set(computed))
     assert len(est.memory.timeline_bytes) == len(est.memory.moments) == len(groups)
