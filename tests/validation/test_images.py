@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 
 import meshlib as mtf
-from meshlib.__main__ import main
+from meshlib.command import main
 from meshlib.estimation.time.physics import CALIBRATED
 from meshlib.validation import image_training
 from meshlib.validation.hosts import Host, fitted_host, host_of, table_of

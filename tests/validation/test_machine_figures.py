@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from meshlib.__main__ import main
+from meshlib.command import main
 from meshlib.validation.machine_figures import machine_figures
 from meshlib.validation.runs import ROWS
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from meshlib.__main__ import main
+from meshlib.command import main
 from meshlib.validation.served import RUNS, served_figures
 from tests.effort import some
 

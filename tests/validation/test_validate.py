@@ -7,7 +7,7 @@ import json
 import pytest
 
 import meshlib as mtf
-from meshlib.__main__ import main
+from meshlib.command import main
 from meshlib.estimation import Physics
 from meshlib.estimation.time.physics import CALIBRATED
 from meshlib.validation.runs import ROWS, run_of
