@@ -173,7 +173,9 @@ def _axes(est: Estimate, sent: dict[str, float]) -> str:
         )
         for name in est.program.mesh.axes
     ]  # fmt: skip
-    return table(
+    several = any(len(row.axes) > 1 for row in est.rows if row.kind == "collective")
+    note = paragraph("A collective over several axes counts for each of them.") if several else ""
+    return note + table(
         ("mesh axis", f"size {EXACT}", "placed on", f"sent in a step {EXACT}"),
         rows,
         right=(1, 3),

@@ -262,6 +262,15 @@ def test_the_sides_of_shards_are_as_long_as_their_labels():
     assert 8 * float(width) >= LETTER * len("another:32768@y") - 1
 
 
+@pytest.mark.parametrize("layout", ["batch:a+b", "batch:a"])
+def test_bytes_of_collectives_over_several_axes_are_said_to_count_for_each(layout):
+    with mtf.Graph():
+        loss = mtf.reduce_mean(mtf.einsum([mtf.input("x", "batch:8;d:8"), mtf.variable("w", "d:8")]))
+        program = mtf.lower({"loss": loss}, mesh="a:2;b:2", layout=layout)
+    shown = page(mtf.estimate(program, "v5e-4"))
+    assert ("A collective over several axes counts for each" in shown) == ("+" in layout)
+
+
 def test_the_pareto_front_has_what_nothing_beats():
     rows = [(3, 5, True), (1, 9, True), (2, 4, True), (0.5, 99, False), (2, 5, True)]
     options = [Alternative(f"{s}, {b}", s, b, fits) for s, b, fits in rows]
