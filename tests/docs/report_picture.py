@@ -38,7 +38,8 @@ def take(path: Path) -> None:
         main(["report", *PLAN, "--out", str(page)])
         opened.open(page, WIDTH)
         opened.screenshot(path, height=opened.evaluate(SHOWN))
-    Image.open(path).convert("RGB").quantize(160).save(path, optimize=True)
+    picture = Image.open(path).convert("RGB")
+    picture.quantize(160, method=Image.Quantize.FASTOCTREE).save(path, optimize=True)  # keeps the legend's colours
 
 
 if __name__ == "__main__":
