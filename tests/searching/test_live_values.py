@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import meshlib as mtf
+from meshlib.models.serving import Step
 from meshlib.searching.bounds.least_memory import LeastMemory
 from tests.effort import each
 
@@ -78,11 +79,21 @@ def test_scores_of_all_layers_of_a_trip_are_live_where_they_are_computed_again()
     assert inside <= session.lower().memory.peak_bytes
 
 
-def test_gradients_that_a_loop_stacks_are_written_into_the_stack() -> None:
-    """On one device, little else is live beside the weights: the gradient of one layer may not count twice."""
-    config = mtf.models.preset("mtf-lm-2.48b").replace(layers=2)
+def training() -> Step:
+    """Gradients of weights, which a loop writes into their stack."""
+    return mtf.models.train_step(mtf.models.preset("mtf-lm-2.48b").replace(layers=2), 2, 128, remat="none")
+
+
+def decoding() -> Step:
+    """Caches, which are updated in place."""
+    return mtf.models.decode_step(mtf.models.preset("gpt2").replace(layers=2), 64, 1024, scan=False)
+
+
+@pytest.mark.parametrize("build", [training, decoding])
+def test_what_is_written_in_place_counts_once(build: Callable[[], Step]) -> None:
+    """On one device, next to nothing else is live beside the state and what is written into it or into stacks."""
     with mtf.Graph():
-        session = mtf.Session(*mtf.models.train_step(config, 2, 128, remat="none"))
+        session = mtf.Session(*build())
     outputs, updates = session.asked
     least = LeastMemory.of([*outputs.values()], updates)
     bound, peak = least.peak_bytes(mtf.LayoutRules(""), mtf.Mesh("device:1")), session.lower().memory.peak_bytes
