@@ -378,6 +378,17 @@ def test_a_bound_counts_the_tiles_that_groups_share_on_a_device(rules: str, size
             assert bounds.seconds(c) > 0.9 * step
 
 
+def test_a_bound_reads_rows_of_two_experts_once() -> None:
+    """Short runs of experts share tiles: most rows are computed several times, but each is read once."""
+    sizes = {"d_model": 384, "d_ff": 512, "heads": 16, "kv_heads": 16, "head_dim": 64}
+    config = mtf.models.preset("mixtral-8x7b").replace(layers=1, vocab=256, **sizes)
+    problem = problem_of(lambda: mtf.models.train_step(config, 48, 1536, remat="full"), (), (), ())
+    mesh, layout = mtf.Mesh("data:2;length:4;model:2"), LayoutRules("batch:data;length:length;vocab:model")
+    c = laid((), Slice("v6e-16"), mesh, layout, problem.named)
+    step, bounds = problem.estimate(c).step_seconds, problem.bounds_under(c)
+    assert 0.79 * step < max(bounds.seconds(c), *bounds.core_time_seconds([c])) <= step
+
+
 def test_a_bound_on_memory_knows_how_carries_lie() -> None:
     """A loop that computes its layers again stacks its carries, which a second rule for their batch does not split."""
     config = mtf.models.preset("llama3.1-8b").replace(layers=8, vocab=256, d_model=512, d_ff=512)

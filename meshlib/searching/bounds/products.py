@@ -137,9 +137,9 @@ class ProductKernel:
     operands: Operands | None = None
     sorted_rows: Product | None = None
 
-    def cut(self, parts: Mapping[str, int]) -> Matmul:
-        """At most the product of one device, if the sides are cut into so many parts."""
-        known = max(parts.values()) == 1 or all(f.size for f in self.factors or ())
+    def cut(self, parts: Mapping[str, int], tiles: bool = True) -> Matmul:
+        """At most the product of one device, if the sides are cut into so many parts; `tiles` as of `_cut_sides`."""
+        known = tiles and (max(parts.values()) == 1 or all(f.size for f in self.factors or ()))
         assert self.product is not None
         return _cut_sides(self.product, self.sorted_rows, tuple(parts[side] for side in SIDES), known)
 
@@ -330,7 +330,9 @@ class Contraction:
         part = self._part(cuts, rounds)
         if part is None:
             return Timed(float("inf"), (), hbm_rate(chip) * chip.hbm_efficiency)
-        operands = self.operands.cut(part, prod(cuts.values())) if self.operands is not None and moves else None
+        operands, stored = None, self._part(cuts, True)  # a row in two tiles is read once
+        if self.operands is not None and moves and stored is not None:
+            operands = self.operands.cut(stored, prod(cuts.values()))
         return _timed(chip, physics, part, self.sides, operands)
 
 

@@ -83,12 +83,13 @@ class SplitProducts:
             rate = chip.peak_flops(kernel.dtype) / chip.devices_per_chip * chip.mxu_efficiency
             assert kernel.product is not None
             return kernel.product.flops / max(rate, vpu_rate(chip)) / prod(cuts)
-        part = kernel.cut(dict(zip(SIDES, cuts, strict=True)))
+        parts = dict(zip(SIDES, cuts, strict=True))
+        part, stored = kernel.cut(parts), kernel.cut(parts, tiles=False)  # a row in two tiles is read once
         mxu, vpu = product_seconds(chip, part)
         seconds = max(mxu and self.times.in_step_seconds([part], mxu), vpu)
         if kernel.operands is None or not self.moves:
             return seconds
-        awaited = kernel.operands.cut(part, prod(cuts)).awaited_seconds(self.times)
+        awaited = kernel.operands.cut(stored, prod(cuts)).awaited_seconds(self.times)
         stays = beside.smallest_bytes / prod(cuts) <= self.times.held_bytes
         return max(seconds, awaited + (0.0 if stays else hbm_seconds(chip, beside.bytes / count / prod(cuts))))
 
