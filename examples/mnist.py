@@ -60,10 +60,10 @@ def right(outputs: dict[str, np.ndarray], batch: dict[str, np.ndarray]) -> dict[
 
 def train(args: argparse.Namespace) -> None:
     """Lower, train, evaluate, and show what the layout made of the program."""
-    digits = load_digits(args.data, seed=args.seed)
-    print(f"data: {digits.source}")
     training, evaluation = build(args)
     sim = runner(training, args)
+    digits = load_digits(args.data, seed=args.seed)
+    print(f"data: {digits.source}")
     print(f"slice: {sim.slice}" if args.on == "simulation" else f"devices: {sim}")
     print(f"mesh: {training.mesh}; layout: {training.layout or '(none)'}; matmul operands: {args.precision}")
     for note in training.notes:

@@ -40,7 +40,7 @@ from meshlib.core import arrays, garbage  # noqa: E402
 from tests.effort import DEEP_EXAMPLES, parametrize_rows  # noqa: E402
 
 settings.register_profile(
-    "ci", derandomize=True, deadline=None, max_examples=48, database=None, suppress_health_check=list(HealthCheck)
+    "ci", derandomize=True, deadline=None, max_examples=60, database=None, suppress_health_check=list(HealthCheck)
 )
 settings.register_profile(
     "deep", deadline=None, max_examples=DEEP_EXAMPLES, database=None, suppress_health_check=list(HealthCheck)
