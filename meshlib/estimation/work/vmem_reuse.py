@@ -77,8 +77,8 @@ class Recent:
             if buffer in self._last:
                 then, used = self._last[buffer]
                 if before - then < MOST_BYTES:
-                    found = float(sum(min(used, size) for size in sizes))
-                    self._again.setdefault(unit, []).append((before - then, max(sizes), found))
+                    spared_bytes = float(sum(min(used, size) for size in sizes))
+                    self._again.setdefault(unit, []).append((before - then, max(sizes), spared_bytes))
             elif buffer in self.stays and self.trips > 1:
                 self._first[buffer] = unit, sum(sizes), max(sizes), before
         self.moved_bytes = after

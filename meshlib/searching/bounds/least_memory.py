@@ -17,7 +17,7 @@ from meshlib.core.opdef import Kind
 from meshlib.core.replay import all_operations
 from meshlib.lowering.assigned import scope_of
 from meshlib.lowering.simplification import simplify
-from meshlib.searching.bounds.live_values import Moment, moments_of
+from meshlib.searching.bounds.live_values import LiveSet, live_sets_of
 from meshlib.searching.renamed_dims import Passages
 
 
@@ -27,11 +27,11 @@ class LeastMemory:
 
     Attributes:
       resident: number of variables, slots and inputs of each shape, scope and width in bytes.
-      moments: values that are live at once.
+      live_sets: values that are live at once.
     """
 
     resident: Counter[tuple[Shape, str, float]]
-    moments: Sequence[Moment]
+    live_sets: Sequence[LiveSet]
     passages: Passages
 
     @staticmethod
@@ -45,7 +45,7 @@ class LeastMemory:
                 resident[op.output.shape, scope_of(op.output), op.output.dtype.itemsize] += 1
         written = [x for op in simple.operations if op.opdef.kind is Kind.COMMIT for x in op.inputs]
         passages = Passages.of(all_operations(simple.operations), settled=False)
-        return LeastMemory(resident, moments_of(simple, [*outputs, *written]), passages)
+        return LeastMemory(resident, live_sets_of(simple, [*outputs, *written]), passages)
 
     def state_bytes(self, layout: LayoutRules, mesh: Mesh, gradients: bool = False) -> float:
         """Bytes of variables, slots and inputs on one device; `gradients`: and as much for gradients as for variables.
@@ -75,5 +75,5 @@ class LeastMemory:
                 parts[t] = whole / prod(map(mesh.axis_size, splitting))
             return parts[t]
 
-        sizes = (moment.least_bytes(part_bytes, inside) for moment in self.moments)
+        sizes = (live.least_bytes(part_bytes, inside) for live in self.live_sets)
         return self.state_bytes(layout, mesh) + max(sizes, default=0.0)

@@ -25,21 +25,21 @@ PartBytes = Callable[[Tensor], float]
 
 
 @dataclass(frozen=True)
-class Moment:
+class LiveSet:
     """What is in memory while an operation runs.
 
     Attributes:
       paths: of each, one tensor at least; ending: those whose tensor may be read last by the operation's kernel.
       stacks: a loop's results in new memory; product: a path from the result of a product to a kernel, one tensor of
       which is in memory too, possibly written over that of an ending path.
-      inside: moments of a loop's body.
+      inside: live sets of a loop's body.
     """
 
     paths: Sequence[Path]
     ending: Sequence[Path] = ()
     stacks: Sequence[Tensor] = ()
     product: Path = ()
-    inside: Sequence[Moment] = ()
+    inside: Sequence[LiveSet] = ()
 
     def least_bytes(self, part_bytes: PartBytes, inside: bool) -> float:
         """The fewest bytes, if the shards of tensors have these; `inside`: with those of a loop's body."""
@@ -49,8 +49,8 @@ class Moment:
         return total + max((m.least_bytes(part_bytes, True) for m in self.inside if inside), default=0.0)
 
 
-def moments_of(simple: Simplified, results: Collection[Tensor]) -> list[Moment]:
-    """Moments of a graph: those of all loops, and of the operations with the most live bytes.
+def live_sets_of(simple: Simplified, results: Collection[Tensor]) -> list[LiveSet]:
+    """Live sets of a graph: those of all loops, and of the operations with the most live bytes.
 
     `results`: tensors whose memory is counted elsewhere, or which are written over a variable.
     """
@@ -58,7 +58,7 @@ def moments_of(simple: Simplified, results: Collection[Tensor]) -> list[Moment]:
     loops = [n for n, op in enumerate(flow.operations) if op.loop is not None]
     products = [n for n, op in enumerate(flow.operations) if op.opdef.kind is Kind.CONTRACTION]
     others = sorted(products, key=flow.live_bytes, reverse=True)[:MOST]
-    return [flow.moment(n) for n in (*loops, *others)]
+    return [flow.live_set(n) for n in (*loops, *others)]
 
 
 @dataclass(eq=False)
@@ -145,8 +145,8 @@ class _Flow:
         widest = (next((size for path, size in self.starts[y] if self._crosses(path, n)), 0.0) for y in self._before(n))
         return sum(widest) + sum(map(_bytes, self.operations[n].outputs))
 
-    def moment(self, n: int) -> Moment:
-        """The moment of an operation, with paths from the largest starts first."""
+    def live_set(self, n: int) -> LiveSet:
+        """The live set of an operation, with paths from the largest starts first."""
         op, used, paths = self.operations[n], set[Tensor](), list[Path]()
         for y in sorted(self._before(n), key=_bytes, reverse=True):
             if self.root[y] in used:
@@ -156,13 +156,13 @@ class _Flow:
                 paths.append(path)
                 used.update(self.root[t] for t in path)
         if op.loop is not None:
-            return Moment(paths, stacks=self._stacks(op, used), inside=self._inside(op))
+            return LiveSet(paths, stacks=self._stacks(op, used), inside=self._inside(op))
         kernels = self.kernels & self.later[n] & ~(1 << n)  # which read what survives the operation
         lasting = {path: bool(self.readers[path[-1]] & kernels) for path in paths}
         ending = [path for path, lasts in lasting.items() if not lasts]
         kept = self._paths(op.output, set()) if self.root[op.output] not in self.elsewhere else ()
         product = next((path for path, _ in kept if self.readers.get(path[-1], 0) & kernels), ())
-        return Moment([path for path, lasts in lasting.items() if lasts], ending, product=product)
+        return LiveSet([path for path, lasts in lasting.items() if lasts], ending, product=product)
 
     def _stacks(self, op: Operation, used: Collection[Tensor]) -> list[Tensor]:
         """The results that a loop stacks in new memory, not over a stack that it reads."""
@@ -172,13 +172,13 @@ class _Flow:
         fresh = (y for y, t in stacked if not _shares_memory(t.operation) and self.simple.uses.get(y))
         return [y for y in fresh if self.root[y] not in self.elsewhere and self.root[y] not in used]
 
-    def _inside(self, op: Operation) -> list[Moment]:
-        """The moments of a loop's body, without results that nothing uses."""
+    def _inside(self, op: Operation) -> list[LiveSet]:
+        """The live sets of a loop's body, without results that nothing uses."""
         loop = op.loop
         assert loop is not None
         stacked = zip(op.outputs[loop.carries :], loop.stacked, strict=True)
         results = [*loop.made.finals, *(t for y, t in stacked if self.simple.uses.get(y) or y in self.results)]
-        return moments_of(simplify(loop.body, results, ()), results)
+        return live_sets_of(simplify(loop.body, results, ()), results)
 
 
 def _shares_memory(op: Operation) -> bool:
