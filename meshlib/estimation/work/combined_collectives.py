@@ -15,7 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import sqrt
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from meshlib.estimation.work.communication import Communication
 from meshlib.estimation.work.units import Unit
@@ -27,6 +30,15 @@ THRESHOLD_BYTES = 30 * 2**20
 HOP_BYTES = 200_000
 # Almost free: HBM moves it in about the time of a launch.
 FREE_BYTES = 2**20
+
+
+Numbers = TypeVar("Numbers", float, NDArray[np.float64])
+
+
+def small_bytes(devices: Numbers) -> Numbers:
+    """The most bytes of a small collective over so many devices; of several collectives, if `devices` is an array."""
+    most: Numbers = HOP_BYTES * devices**0.5
+    return most
 
 
 def combined(units: Sequence[Unit]) -> list[Unit]:
@@ -89,7 +101,7 @@ def _is_small(unit: Unit) -> bool:
     if not unit.is_collective:
         return False
     (move,) = unit.moves
-    return move.kind in COMBINED and move.larger_bytes <= HOP_BYTES * sqrt(move.group)
+    return move.kind in COMBINED and move.larger_bytes <= small_bytes(move.group)
 
 
 def _is_almost_free(unit: Unit) -> bool:

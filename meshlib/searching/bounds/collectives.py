@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import combinations, product
 from itertools import count as counter
 from math import prod
 from typing import NamedTuple
@@ -74,22 +73,6 @@ def wire_seconds(machine: Machine, axes: Sequence[int], kind: str) -> float:
         return least / group if STEP_KINDS[kind].rearranges else least
     except HardwareError:  # no links: the candidate will be refused
         return 0.0
-
-
-@lru_cache(maxsize=1 << 10)
-def overhead_seconds(machine: Machine, kind: str) -> float:
-    """Upper bound on a small collective's time over some axes beyond that on the wire, launch included."""
-    most = 0.0
-    for count in range(1, len(machine.sizes) + 1):
-        for axes in combinations(range(len(machine.sizes)), count):
-            ordered, where, _ = _ordered(machine, axes)
-            for p, size in product(_distinct_placements(ordered, where), SIZES[:2]):
-                try:
-                    cost = collective_cost(p, kind, [f"a{n}" for n in where], size)
-                except HardwareError:  # no links: the candidate will be refused
-                    continue
-                most = max(most, cost.seconds - max((busy for _, busy in cost.busy_seconds), default=0.0))
-    return most + machine.slice.chip.collective_launch_seconds
 
 
 def _bound(machine: Machine, axes: tuple[int, ...], kind: str, size: float) -> float:

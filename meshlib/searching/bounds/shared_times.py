@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from meshlib.estimation.work.combined_collectives import THRESHOLD_BYTES
-from meshlib.searching.bounds.collectives import overhead_seconds
+from meshlib.estimation.work.combined_collectives import small_bytes
 from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, Placed
 from meshlib.searching.bounds.node_splits import ANY, FREE, KINDS, SUM, WHOLE
 from meshlib.searching.bounds.shared_splits import GATHERS, NOT_SPLIT, SUMS, Batch, Bools, Floats, Ints, Usable
@@ -191,9 +190,9 @@ class FlowCollectives:
                     again = np.where(same, gathered, again)
                     in_turn = np.where(same, scattered + reduced, in_turn)
                 seconds[number] = np.minimum(seconds[number] + again, in_turn) if number else 0.0
-        most = self.batch.by_machine(lambda machine: overhead_seconds(machine, KINDS[first]))
         least = np.array([least_bytes(axes) for axes in subsets])
-        return np.where((seconds < most) & (least < THRESHOLD_BYTES), 0.0, seconds)
+        devices = np.array([self.batch.sizes[:, list(axes)].prod(axis=1) for axes in subsets])
+        return np.where(least > small_bytes(devices), seconds, 0.0)
 
     def sends(self, edge: Edge, axis: int) -> Bools:
         """For each candidate, whether an edge may need a collective over an axis."""
