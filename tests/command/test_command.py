@@ -11,21 +11,11 @@ from pathlib import Path
 import pytest
 
 import meshlib as mtf
-from meshlib.command import main
+from tests.command.typed import BUILD, SMALL, run_words
 from tests.effort import each
 from tests.paths import ROOT
 
-SMALL = ["--set", "layers=2", "--set", "d_model=64", "--set", "heads=4", "--set", "kv_heads=4", "--set", "head_dim=16",
-         "--set", "d_ff=128", "--set", "vocab=128"]  # fmt: skip
-FILE = """
-import meshlib as mtf
-
-def build(batch=64, hidden=128):
-    b, k, h = mtf.Dimension("batch", batch), mtf.Dimension("k", 32), mtf.Dimension("hidden", hidden)
-    y = mtf.relu(mtf.einsum([mtf.input("x", [b, k]), mtf.variable("w", [k, h])], reduced_dims=[k]))
-    loss = mtf.reduce_mean(y)
-    return {"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss)
-
+FILE = f"""{BUILD}
 def wrong():
     return 3
 
@@ -45,12 +35,7 @@ def file(tmp_path: Path) -> str:
 
 def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     """Exit status, output, errors."""
-    try:
-        status = main(argv)
-    except SystemExit as end:
-        status = int(str(end.code))
-    out, err = capsys.readouterr()
-    return status, out, err
+    return run_words([*argv], capsys)
 
 
 def test_report_writes_the_page_of_the_plan(
@@ -75,7 +60,7 @@ def test_plan_says_the_verdict_first_in_80_columns(capsys: pytest.CaptureFixture
     assert "* modelled; all others exact" in out
 
 
-@pytest.mark.parametrize("model", [["gpt2", *SMALL, "--length", "128"], ["resnet-18"]])
+@pytest.mark.parametrize("model", [["gpt2", *SMALL.split(), "--length", "128"], ["resnet-18"]])
 def test_one_example_on_one_chip_is_in_the_singular(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run("plan", *model, "--slice", "v5e-1", "--batch", "1", "--layout", "data@data:1", capsys=capsys)
     shown = ["on each of 1 device\n", "1 image: " if model == ["resnet-18"] else "1 sequence of 128 tokens: "]
@@ -120,7 +105,7 @@ def test_the_other_commands(file: str, capsys: pytest.CaptureFixture[str], tmp_p
         (["check", "gpt2", "--layout", "fsdp@fsdp:7"], 1, "768 % 7"),
         (["check", "gpt2", "--mesh", "model:16"], 0, "  rules batch:model;d_model:model?;d_ff:model?\n"),
         (["verify", file, "--set", "batch=8", *layout], 0, "ok"),
-        (["verify", "llama2-7b", *SMALL, "--batch", "2", "--length", "8", "--layout", "tensor@tensor:2"], 0, "ok"),
+        (["verify", "llama2-7b", *SMALL.split(), *["--batch", "2", "--length", "8", "--layout", "tensor@tensor:2"]], 0, "ok"),
         (["trace", file, "--slice", "v3-8", *layout, "--out", str(trace)], 0, "perfetto"),
         (["profile", file, "--slice", "v3-8", *two], 0, "the MXU works"),
         (["profile", file, "--slice", "v3-8", *layout, "--rows", "-1"], 2, "0 for all of them, got '-1'"),

@@ -9,7 +9,7 @@ from meshlib.command import main
 SMALL = (
     "--set layers=2 --set d_model=64 --set heads=4 --set kv_heads=4 --set head_dim=16 --set d_ff=128 --set vocab=128"
 )
-NET = """
+BUILD = """
 import meshlib as mtf
 
 def build(batch=64, hidden=128):
@@ -17,7 +17,8 @@ def build(batch=64, hidden=128):
     y = mtf.relu(mtf.einsum([mtf.input("x", [b, k]), mtf.variable("w", [k, h])], reduced_dims=[k]))
     loss = mtf.reduce_mean(y)
     return {"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss)
-
+"""
+NET = f"""{BUILD}
 def unnamed():
     raise ValueError("a value of mine")
 """
