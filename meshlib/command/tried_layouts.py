@@ -136,14 +136,11 @@ def plans_of(
     the plan that needs the least memory.
     """
     tried: list[_Tries] = []
+    levels: list[dict[str, object]] = [{"remat": level} for level in ([remat] if remat else REMAT)]
     for subject, layouts in batches:
-        levels = [remat] if remat else list(REMAT)
-        choices: list[dict[str, object]] = (
-            [{"remat": level} for level in levels] if subject.config is not None else [{}]
-        )
-        tries = _Tries(
-            subject, where, choices, asked, named or len(layouts) * len(choices) == 1, progress, len(layouts)
-        )
+        choices = levels if subject.config is not None else [{}]
+        is_named = named or len(layouts) * len(choices) == 1
+        tries = _Tries(subject, where, choices, asked, is_named, progress, len(layouts))
         tried.append(tries)
         for name, mesh in layouts:
             tries.usual(name, mesh)
