@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -52,9 +53,40 @@ def summed(x: mtf.Tensor) -> mtf.Tensor:
     return mtf.einsum([total, second], [D[0]], name="third")
 
 
+def in_loop(x: mtf.Tensor, captured: mtf.Tensor) -> mtf.Tensor:
+    """A loop all of whose trips read `captured`."""
+
+    def trip(carries: Any, _: Any) -> tuple[Any, Any]:
+        return (mtf.sin(carries[0] + captured),), ()
+
+    (y,), _ = mtf.scan(trip, [x], [], mtf.Dimension("trips", 2))
+    return y
+
+
+def renamed_for_loops(x: mtf.Tensor) -> mtf.Tensor:
+    """A tensor and its new name, both read by loops before and after the second product, take memory once."""
+    first = product(x, "first")
+    other = mtf.rename_dimension(first, "a", "d")
+    before = mtf.rename_dimension(in_loop(mtf.rename_dimension(x, "a", "d"), other), "d", "a")
+    after = in_loop(product(before, "second"), first)
+    total = in_loop(mtf.rename_dimension(after, "a", "d"), other)
+    return mtf.einsum([total, mtf.variable("row", [D[1]])], [D[3]])
+
+
+def computed_again(x: mtf.Tensor) -> mtf.Tensor:
+    """A mask of positions, which each loop may compute again, is not in memory between loops."""
+    mask = mtf.cast(mtf.less(mtf.range(D[0]) * SIDE, mtf.range(D[1])), "float32")
+    total = in_loop(product(in_loop(x, mask), "second"), mask)
+    return mtf.einsum([total, mtf.variable("row", [D[1]])], [D[0]])
+
+
 @pytest.mark.parametrize(
-    ("build", "blocks", "exact"), [(read_again, 2, 2), (written_over, 2, 3), (aliases, 2, 3), (summed, 2, 2)]
-)
+    ("build", "blocks", "exact"),
+    [
+        (read_again, 2, 2), (written_over, 2, 3), (aliases, 2, 3), (summed, 2, 2), (renamed_for_loops, 2, 3),
+        (computed_again, 1, 3),
+    ],
+)  # fmt: skip
 def test_live_blocks(build: Callable[[mtf.Tensor], mtf.Tensor], blocks: int, exact: int) -> None:
     with mtf.Graph():
         total = build(mtf.input("x", [D[0], D[1]]))
@@ -64,6 +96,24 @@ def test_live_blocks(build: Callable[[mtf.Tensor], mtf.Tensor], blocks: int, exa
     live = (least.peak_bytes(mtf.LayoutRules(""), mtf.Mesh("device:1")) - state) / BLOCK
     assert live == blocks
     assert (program.memory.peak_bytes - state) // BLOCK == exact
+
+
+def half_of(x: mtf.Tensor) -> mtf.Tensor:
+    """The first half of the rows."""
+    return mtf.rename_dimension(mtf.slice(x, 0, SIDE // 2, "a"), "a", "half")
+
+
+def test_a_variable_that_is_updated_in_two_parts_is_in_memory_once() -> None:
+    with mtf.Graph():
+        cache = mtf.variable("cache", [D[0], D[1]], trainable=False)
+        once = mtf.update_slice(cache, half_of(product(mtf.input("x", [D[0], D[1]]), "first")), D[0], 0)
+        second = product(mtf.relu(once), "second")
+        third = product(mtf.relu(second), "third")
+        updates = [mtf.assign(cache, mtf.update_slice(once, half_of(third), D[0], SIDE // 2))]
+        total = mtf.reduce_sum(second)
+        program = mtf.lower({"total": total}, updates, mesh="device:1")
+    bound = LeastMemory.of([total], updates).peak_bytes(mtf.LayoutRules(""), mtf.Mesh("device:1"))
+    assert 0 < program.memory.peak_bytes - bound < BLOCK
 
 
 def test_scores_of_all_layers_of_a_trip_are_live_where_they_are_computed_again() -> None:
