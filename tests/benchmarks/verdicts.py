@@ -84,13 +84,13 @@ def plan(name: str, where: str) -> dict[str, Any]:
     begun = time.process_time()
     main(["plan", name, "--slice", where])
     whole = time.process_time() - begun
-    (subject, found), first = plans[0], _FirstVerdict.seconds - begun
-    best = found[0]
+    (subject, shown), first = plans[0], _FirstVerdict.seconds - begun
+    best = shown[0]
     step = best.est.step_seconds if best.est is not None else None
     layout = [best.name, best.mesh, best.choices, dict(subject.sizes)]
     needed = None if best.memory is None else best.memory.needed_bytes
     figures = {"fits": best.fits, "layout": layout, "step": step, "needed": needed, "text": "\n".join(texts)}
-    return {"first": first, "whole": whole, **calls, "layouts": len(found), **figures}
+    return {"first": first, "whole": whole, **calls, "layouts": len(shown), **figures}
 
 
 def apart(function: Callable[[], dict[str, Any]]) -> dict[str, Any]:

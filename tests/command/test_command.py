@@ -105,7 +105,7 @@ def test_the_other_commands(file: str, capsys: pytest.CaptureFixture[str], tmp_p
         (["check", "gpt2", "--layout", "fsdp@fsdp:7"], 1, "768 % 7"),
         (["check", "gpt2", "--mesh", "model:16"], 0, "  rules batch:model;d_model:model?;d_ff:model?\n"),
         (["verify", file, "--set", "batch=8", *layout], 0, "ok"),
-        (["verify", "llama2-7b", *SMALL.split(), *["--batch", "2", "--length", "8", "--layout", "tensor@tensor:2"]], 0, "ok"),
+        (f"verify llama2-7b {SMALL} --batch 2 --length 8 --layout tensor@tensor:2".split(), 0, "ok"),
         (["trace", file, "--slice", "v3-8", *layout, "--out", str(trace)], 0, "perfetto"),
         (["profile", file, "--slice", "v3-8", *two], 0, "the MXU works"),
         (["profile", file, "--slice", "v3-8", *layout, "--rows", "-1"], 2, "0 for all of them, got '-1'"),
