@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hardware.cells import chip_cell
-from hardware.checks import HardwareError, amount, one_of, whole, wholes
+from hardware.checks import Attributes, HardwareError, amount, one_of, whole, wholes
 from hardware.chip_figures import COMMON, FIGURES
 
 _NAME = re.compile("[A-Za-z][A-Za-z0-9_]*")
@@ -28,7 +28,7 @@ MOST_BYTES = 1 << 20  # of a chip file
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Chip:
+class Chip(Attributes):
     """Figures of one chip. Rates and sizes are per chip unless the name says otherwise.
 
     Attributes:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hardware.cells import slice_cell
-from hardware.checks import HardwareError, whole
+from hardware.checks import Attributes, HardwareError, whole
 from hardware.chips import CHIPS, Chip, as_chip, get_chip, true_name
 from hardware.damage import Damage, Link, damage_of, read_damage, remains
 from hardware.shapes import is_legal, shapes_of, wrap_of
@@ -28,7 +28,7 @@ _TWISTS = "shapes k x k x 2k and k x 2k x 2k of whole cubes do on v4 and v5p, su
 
 
 @dataclass(frozen=True, repr=False)
-class Slice:
+class Slice(Attributes):
     """One or several equal slices of a chip kind, read from its name.
 
     Args:

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hardware.checks import HardwareError, whole, wholes
+from hardware.checks import Attributes, HardwareError, whole, wholes
 
 Coordinates = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Torus:
+class Torus(Attributes):
     """A grid of `shape` nodes in which axis i wraps around where `wrap[i]`.
 
     Args:

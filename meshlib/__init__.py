@@ -286,12 +286,20 @@ if _TYPE_CHECKING:
     from meshlib.verification import Verification as Verification
     from meshlib.verification import verify as verify
 else:
-    from meshlib.core.foreign_names import of_module as _of_module
-    from meshlib.core.lazy_imports import lazy_names as _lazy_names
-    from meshlib.core.public_calls import public_calls as _public_calls
 
-    __getattr__, __dir__ = _lazy_names(
-        __name__,
-        _public_calls(__name__, ["meshlib.ops.", "meshlib.optimize."]),
-        _of_module,
-    )
+    def _serve_names() -> None:
+        # Loads NumPy, so at the first name only: the command line is quiet at ctrl-C from its first lines.
+        from meshlib.core.foreign_names import of_module
+        from meshlib.core.lazy_imports import lazy_names
+        from meshlib.core.public_calls import public_calls
+
+        wrapped = public_calls(__name__, ["meshlib.ops.", "meshlib.optimize."])
+        globals()["__getattr__"], globals()["__dir__"] = lazy_names(__name__, wrapped, of_module)
+
+    def __getattr__(name):
+        _serve_names()
+        return __getattr__(name)
+
+    def __dir__():
+        _serve_names()
+        return __dir__()

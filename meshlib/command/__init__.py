@@ -8,6 +8,7 @@ from meshlib.command.arguments import parser
 from meshlib.command.output import terminal_width
 from meshlib.command.terminal import ended
 from meshlib.core.text import fitted_to
+from meshlib.core.wording import in_flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,5 +18,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     top = parser()
     args = top.parse_args(argv)
-    with fitted_to(terminal_width()):
+    with fitted_to(terminal_width()), in_flags(weight_dtype="--weights", cache_dtype="--caches"):
         return ended(f"{top.prog} {args.command}", lambda: int(args.run(args)))

@@ -20,6 +20,7 @@ from meshlib.core.slices import assumed_figures
 from meshlib.core.text import PRICED, bytes_text, count_text, ending, grid, seconds_text, usd_text, width, wrapped
 from meshlib.estimation import DeviceMemory, Estimate
 from meshlib.estimation.memory.remedies import RECOMPUTE, Remedy
+from meshlib.estimation.views.near_ties import near_tie
 from meshlib.estimation.views.rows import Row
 
 CAUSES, REMEDIES = 4, 3  # collectives and remedies shown in a plan
@@ -62,6 +63,7 @@ def _verdict(subject: Subject, plans: Sequence[PlannedLayout], est: Estimate) ->
     shares = sorted(est.bound_seconds.items(), key=lambda item: -item[1])[:3]
     named = ", ".join(f"{name} {seconds / est.step_seconds:.0%}" for name, seconds in shares if seconds)
     lines.append(f"  bound by   {named}; waits for collectives {seconds_text(est.exposed_comm_seconds)}*")
+    lines += wrapped(at_work, "  at work    ", " ") if (at_work := near_tie(est)) else []
     if where.usd_per_hour is not None:
         lines.append(f"  price      {usd_text(where.usd_per_hour)} an hour{_price(subject, est)}")
     if subject.tokens:

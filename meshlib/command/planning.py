@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,7 @@ from meshlib.command.tried_layouts import (
     timed,
     with_more_rematerialisation,
 )
-from meshlib.core.errors import GraphError, MeshlibError
+from meshlib.core.errors import GraphError
 from meshlib.core.slices import slice_for
 from meshlib.core.text import seconds_text, wrapped
 
@@ -263,20 +262,6 @@ def search_of(
             )
         except SearchInterrupted as stop:
             return replace(stop.result, stopped=True)
-        except MeshlibError as fault:
-            fault.args = (_with_flags(str(fault)),)
-            raise
-
-
-def _with_flags(error: str) -> str:
-    """An error in an argument of `mtf.search`, in the words of the command line.
-
-    >>> _with_flags("search: sizes has axis 'a', which no rule of fix (none) has; add one, such as fix='DIM:a'")
-    "search: --sizes has axis 'a', which no rule of --fix (none) has; add one, such as --fix DIM:a"
-    """
-    if not re.match(r"search: (fix|sizes|forbid|objective)\b", error):
-        return error
-    return re.sub(r"(?<!['\w])(fix|sizes|forbid|objective)(?=[ :])", r"--\1", re.sub(r"(fix)='(\S+)'", r"\1 \2", error))
 
 
 # ------------------------------------------------------------ report

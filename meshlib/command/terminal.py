@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -28,9 +27,6 @@ def ended(name: str, run: Callable[[], int]) -> int:
         sys.stdout.flush()
     except (MeshlibError, HardwareError, LayoutError) as fault:
         said = str(fault).removeprefix(f"{name.rpartition(' ')[2]}: ")  # of `mtf.search` by `meshlib search`
-        said = re.sub(r"config\.replace\((\w+=\w+)\)", r"--set \1", said)
-        said = re.sub(r"\b(weight|cache)_dtype must", r"--\1s must", said)
-        said = re.sub(r" \(models/\w+\.py:\d+\)", "", said, count=1)  # a line of the library's model
         print(f"{name}: {said}", *getattr(fault, "__notes__", ()), sep="\n", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader has closed the pipe

@@ -12,15 +12,15 @@ from layouts.parsing import is_iterable
 from meshlib.core.dtypes import BOOL, INT4, DType
 from meshlib.core.errors import GraphError, MeshlibError, ShapeError, nearest
 from meshlib.core.graph import Tensor
-from meshlib.core.source_lines import UNKNOWN_LINE, is_own_check, source_line
+from meshlib.core.source_lines import users_line
 
 Array = np.ndarray[Any, Any]
 
 
 def at(what: str) -> str:
-    """`what` followed by the user's source line: the beginning of messages about an argument."""
-    line = source_line()
-    return what if line == UNKNOWN_LINE or is_own_check() else f"{what} ({line})"
+    """`what` followed by the user's source line, if there is one: the beginning of messages about an argument."""
+    line = users_line()
+    return f"{what} ({line})" if line else what
 
 
 def divisors_near(total: int, count: int) -> str:

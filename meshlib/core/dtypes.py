@@ -31,6 +31,8 @@ class DType:
 
     >>> as_dtype("float32") == np.float32, as_dtype("bfloat16") == "bfloat16", as_dtype("int8") == "int4"
     (True, True, False)
+    >>> as_dtype("float32") in {"float32", "bfloat16"}
+    True
     """
 
     name: str
@@ -46,7 +48,8 @@ class DType:
             return self is other
         return BY_NAME.get(other if isinstance(other, str) else _numpy_name(other)) is self
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return hash(self.name)
 
     def __str__(self) -> str:
         return self.short

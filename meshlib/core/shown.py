@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from hardware.checks import Attributes
 
-class Shown:
+
+class Shown(Attributes):
     """A type with its own notebook cell, rendered from the parts of the report.
 
     >>> import meshlib as mtf

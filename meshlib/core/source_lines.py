@@ -32,13 +32,18 @@ def source_line() -> str:
     Without a frame of the user, as at the command line, the line of the library's model that creates the operation,
     such as `models/blocks.py:31`; otherwise "unknown line", as for a function of this package in a thread pool.
     """
+    return users_line() or _model_line()
+
+
+def users_line() -> str:
+    """`source_line` where it is the user's; otherwise ""."""
     given = _given.get()
     if given is not None and given[1] is None:
         return given[0]
     frame = _user_frame()
     if given is not None and frame is given[1]:
         return given[0]
-    return _model_line() if frame is None else f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return "" if frame is None else f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 @contextlib.contextmanager
@@ -97,18 +102,9 @@ def _model_line() -> str:
     return UNKNOWN_LINE
 
 
-def is_own_check() -> bool:
-    """Whether a model of this package checks what the command `meshlib` gave it: its line would tell a user nothing."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_CORE):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_MODELS) and _user_frame() is None
-
-
 # The path in frames, which stays right in archives and for relocated compiled files.
 _PACKAGE = os.path.dirname(os.path.dirname(_user_frame.__code__.co_filename))
 _MODELS, _COMMAND = os.path.join(_PACKAGE, "models", ""), os.path.join(_PACKAGE, "command", "__init__.py")
-_CORE = os.path.join(_PACKAGE, "core", "")
 _NUMPY, _LIBRARY = os.path.dirname(np.__file__), os.path.dirname(contextlib.__file__)
 _FOLDERS = (*(os.path.join(os.path.dirname(_PACKAGE), name, "") for name in OWN), os.path.join(_NUMPY, ""))
 

@@ -382,7 +382,7 @@ class Estimate(Shown):
         """Write the schedule as Chrome-trace JSON, for ui.perfetto.dev: phases, the trips of loops, one track per
         engine, exposed communication, and HBM by kind as counters.
 
-        The file is written atomically.
+        The file is written atomically, compressed if its name ends in .gz.
         Raises: GraphError where the path cannot be written.
         """
         from meshlib.estimation.views.trace import save_trace

@@ -23,6 +23,7 @@ from layouts.mesh import MeshLike
 from meshlib.core.arguments import at, divisors_near, whole
 from meshlib.core.errors import GraphError, nearest
 from meshlib.core.text import counted
+from meshlib.core.wording import setting
 from meshlib.models.config import TransformerConfig
 from meshlib.models.stages import stacks
 
@@ -193,7 +194,7 @@ def _tensor_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
         dims += [dim] if dim not in dims else []
         if held % size:
             padded = -(-held // size) * size
-            faults.append(f"{dim}: {held} % {size} = {held % size}; use config.replace({dim}={padded})")
+            faults.append(f"{dim}: {held} % {size} = {held % size}; use {setting(dim, padded)}")
     if faults:
         raise LayoutError.listing(f"{at('layout')}: {config.name} does not divide over axis {axis!r} of {size}", faults)
     return dims
@@ -263,7 +264,7 @@ def _stage_rules(config: TransformerConfig, axis: str, size: int) -> LayoutRules
             which = f"{name} behind {front} dense ones" if front else name
             faults.append(
                 f"{which}: {count} % {size} = {count % size}; use {counted(fitting[-1], 'stage')}, or "
-                f"config.replace({name}={front + -(-count // size) * size})"
+                f"{setting(name, front + -(-count // size) * size)}"
             )
     if faults:
         where = f"{at('layout')}: {config.name} does not divide over axis {axis!r} of {size}"

@@ -18,6 +18,7 @@ from meshlib.core.dtypes import FLOAT32
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import Tensor, absolute_scope, current_scope, scope, scoped_name
 from meshlib.core.initializers import Initializer
+from meshlib.core.wording import setting
 from meshlib.layers.projection import ACTIVATIONS
 from meshlib.layers.router import real_share
 from meshlib.models.blocks import StackBlocks, head_dims
@@ -154,7 +155,7 @@ def check_positions(config: TransformerConfig, what: str, name: str, size: int) 
     if config.position == "learned" and config.max_length and size > config.max_length:
         raise GraphError(
             f"{at(what)}: {config.name} has {config.max_length} positions, but {name} is {size}; shorten it, or use "
-            f"config.replace(max_length={size})"
+            f"{setting('max_length', size)}"
         )
 
 

@@ -18,6 +18,7 @@ from layouts import Dimension, Shape
 from meshlib.core.arguments import at, choice, flag, whole
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import Operation, Tensor, scope
+from meshlib.core.wording import argument
 from meshlib.models.caches import CACHE_DTYPES, TOKEN, Caches, RowCaches
 from meshlib.models.config import TransformerConfig
 from meshlib.models.model import Builder, check_positions
@@ -147,7 +148,7 @@ class _Serving:
                 whole(getattr(self, name), what, name, low=1)
         flag(self.scan, what, "scan")
         if self.cache_dtype is not None:
-            choice(self.cache_dtype, what, "cache_dtype", CACHE_DTYPES)
+            choice(self.cache_dtype, what, argument("cache_dtype"), CACHE_DTYPES)
         if c.encoder_decoder != (self.encoder_length is not None):
             wanted = "needs encoder_length" if c.encoder_decoder else "has no encoder, and no encoder_length"
             raise GraphError(f"{at(what)}: {c.name} is of kind {c.kind!r} and {wanted}, got {self.encoder_length}")
@@ -318,7 +319,7 @@ def extend_step(
     if length > cache_length:
         raise GraphError(f"{at(WHAT)}: length {length} is more than cache_length {cache_length}")
     if cache_dtype is not None:
-        choice(cache_dtype, WHAT, "cache_dtype", CACHE_DTYPES)
+        choice(cache_dtype, WHAT, argument("cache_dtype"), CACHE_DTYPES)
     flag(each, WHAT, "each"), flag(scan, WHAT, "scan")
     rows, tokens_dim = Dimension("batch", batch), Dimension("length", length)
     tokens = input("tokens", [rows, tokens_dim], "int32")

@@ -12,6 +12,7 @@ from meshlib.core.arguments import at, choice, divisors_near, whole
 from meshlib.core.dtypes import FLOAT32
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import Tensor
+from meshlib.core.wording import setting
 from meshlib.layers.pipeline_task_schedule import KINDS
 from meshlib.models.config import TransformerConfig
 from meshlib.ops.control.remat import Policy, checked_policy
@@ -106,7 +107,7 @@ class Pipeline:
         return [
             f"{count} {which} can't be cut into {self.stages} stages * {self.repeats} repeats: "
             f"{count} % {runs * period} = {count % (runs * period)}{some}. Or use "
-            f"config.replace({name}={front + max(1, -(-count // (runs * period))) * runs * period}){uneven}"
+            f"{setting(name, front + max(1, -(-count // (runs * period))) * runs * period)}{uneven}"
         ]
 
     @property

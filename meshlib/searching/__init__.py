@@ -23,6 +23,7 @@ from meshlib.core.arguments import items, number, whole
 from meshlib.core.compiler import XLA_TPU, Compiler, require_compiler
 from meshlib.core.errors import GraphError, LayoutError, MeshlibError, SliceError, nearest
 from meshlib.core.executors import executor_of
+from meshlib.core.wording import argument
 from meshlib.models import TransformerConfig, layout, train_step, usual_layouts
 from meshlib.models.train import OFFLOAD, transformer_builder
 from meshlib.searching.exploration import Search, SearchInterrupted
@@ -294,30 +295,30 @@ def _fixed(fix: Any, sizes: Any) -> Fixed:
     for axis in given:
         if axis not in rules.axes:
             raise GraphError(
-                f"search: sizes has axis {axis!r}, which no rule of fix ({rules or 'none'}) has; add one, such as "
-                f"fix='DIM:{axis}'"
+                f"search: {argument('sizes')} has axis {axis!r}, which no rule of {argument('fix')} "
+                f"({rules or 'none'}) has; add one, such as {argument('fix', f'DIM:{axis}')}"
             )
     return Fixed(rules, given)
 
 
 @contextmanager
-def _named(argument: str) -> Iterator[None]:
+def _named(name: str) -> Iterator[None]:
     """Errors of rules and meshes with the argument that they are of."""
     try:
         yield
     except LayoutError as fault:
-        fault.args = (f"search: {argument}: {fault}",)
+        fault.args = (f"search: {argument(name)}: {fault}",)
         raise
 
 
-def _check_dims(argument: str, rules: LayoutRules, problems: Iterable[SearchProblem]) -> None:
+def _check_dims(name: str, rules: LayoutRules, problems: Iterable[SearchProblem]) -> None:
     """Raise GraphError for a rule with a dim that occurs in no program."""
     dims = dict.fromkeys(dim for problem in problems for dim in problem.tensors.sizes)
     for rule in rules.rules:
         if rule.dim not in dims and not rule.optional:
             hint = nearest(rule.dim, dims) or f"; there are {', '.join(dims)}"
             raise GraphError(
-                f"search: {argument} has a rule for dim {rule.dim!r}, which the program does not have{hint}"
+                f"search: {argument(name)} has a rule for dim {rule.dim!r}, which the program does not have{hint}"
             )
 
 
@@ -326,7 +327,9 @@ def _check_sizes(fixed: Fixed, slices: Sequence[Slice]) -> None:
     taken = prod(fixed.sizes.values())
     if all(where.devices % taken for where in slices):
         counts = ", ".join(f"{where.name} has {where.devices}" for where in slices)
-        raise GraphError(f"search: sizes take {taken} devices, which must divide those of a slice; {counts}")
+        raise GraphError(
+            f"search: {argument('sizes')} take {taken} devices, which must divide those of a slice; {counts}"
+        )
 
 
 def _scoped(fixed: Fixed) -> set[str]:
@@ -334,11 +337,11 @@ def _scoped(fixed: Fixed) -> set[str]:
     return {r.dim for r in fixed.rules.rules} - {r.dim for r in fixed.rules.rules if r.scope is None}
 
 
-def _names(given: object, argument: str) -> tuple[str, ...]:
+def _names(given: object, of: str) -> tuple[str, ...]:
     if isinstance(given, str):
         given = given.replace(",", " ").replace(";", " ").split()
-    names = items(given, "search", argument)
+    names = items(given, "search", argument(of))
     for name in names:
         if not isinstance(name, str):
-            raise GraphError(f"search: {argument} must be names of dims, got {name!r:.80}")
+            raise GraphError(f"search: {argument(of)} must be names of dims, got {name!r:.80}")
     return tuple(names)

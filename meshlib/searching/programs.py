@@ -17,6 +17,7 @@ from meshlib.core.graph import Graph, Operation
 from meshlib.core.opdef import Home, Kind
 from meshlib.core.replay import all_operations
 from meshlib.core.source_lines import users_function
+from meshlib.core.wording import argument
 from meshlib.estimation import Estimate, estimate
 from meshlib.lowering import Session
 from meshlib.lowering.assigned import Subjects, stationary_axes
@@ -64,7 +65,7 @@ class Objective:
             )  # fmt: skip
         if isinstance(given, str) and isinstance(getattr(Estimate, given, None), property):
             return Objective(
-                given, lambda est: number(getattr(est, given), "search", "objective"), _nothing, given=given
+                given, lambda est: number(getattr(est, given), "search", argument("objective")), _nothing, given=given
             )
         if not isinstance(given, str) and callable(given):
             function: Callable[[Estimate], float] = given
@@ -77,8 +78,8 @@ class Objective:
             return Objective("objective", figure, _nothing, given=given)
         figures = ["usd", "memory", *(name for name, x in vars(Estimate).items() if isinstance(x, property))]
         raise GraphError(
-            "search: objective must be 'step_seconds', 'usd', 'memory', the name of another figure of mtf.Estimate, "
-            f"or a function of an Estimate, got {given!r:.80}{nearest(given, figures)}"
+            f"search: {argument('objective')} must be 'step_seconds', 'usd', 'memory', the name of another figure of "
+            f"mtf.Estimate, or a function of an Estimate, got {given!r:.80}{nearest(given, figures)}"
         )
 
 
@@ -252,11 +253,11 @@ def problem_of(
     sources = [op for op in subjects.operations if op.opdef.kind in (Kind.INPUT, Kind.VARIABLE) and _outside(op)]
     stacked = {op.loop.dim.name for op in all_operations(subjects.operations) if op.loop is not None}
     sizes = tensors.sizes
-    for argument, names in (("per", per), ("forbid", forbid)):
+    for of, names in (("per", per), ("forbid", forbid)):
         for name in names:
             if name not in sizes:
                 hint = nearest(name, sizes) or f"; there are {', '.join(sizes)}"
-                raise GraphError(f"search: {argument} has dim {name!r}, which the program does not have{hint}")
+                raise GraphError(f"search: {argument(of)} has dim {name!r}, which the program does not have{hint}")
     dims = _dims_to_split(sources, sizes, {*stacked, *forbid})
     units = prod([float(sizes[name]) for name in per], start=1.0)
     inputs = [op.output.shape.names for op in sources if op.opdef.kind is Kind.INPUT]

@@ -24,6 +24,7 @@ from meshlib.core.compiler import XLA_TPU, Compiler, require_compiler
 from meshlib.core.dtypes import as_dtype
 from meshlib.core.errors import GraphError, LayoutError, SliceError
 from meshlib.core.graph import Graph
+from meshlib.core.wording import argument
 from meshlib.estimation import Estimate, balance, estimate
 from meshlib.lowering import lower
 from meshlib.models import TransformerConfig, decode_step, layout, prefill
@@ -160,7 +161,7 @@ def _served(config: TransformerConfig, weight_dtype: str | None) -> TransformerC
     """The config with its weights in the dtype used for serving."""
     n = config.numerics
     if weight_dtype is not None:
-        choice(weight_dtype, WHAT, "weight_dtype", WEIGHT_DTYPES)
+        choice(weight_dtype, WHAT, argument("weight_dtype"), WEIGHT_DTYPES)
     elif n.kernel_dtype is not None or as_dtype(n.slice_dtype or n.variable_dtype).size_bytes(1) <= 2:
         return config
     stored_dtype = weight_dtype or "bfloat16"

@@ -442,6 +442,22 @@ def test_ctrl_c_elsewhere_is_quiet(folder: Path) -> None:
     assert err.strip() == ""
 
 
+def test_ctrl_c_is_caught_before_anything_large_loads() -> None:
+    large = "{'numpy', 'layouts', 'hardware', 'dataclasses'}"
+    code = f"import sys, meshlib.__main__; print(*{large} & set(sys.modules))"
+    said = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert said.stdout.split() == []
+
+
+def test_a_near_tie_of_engines_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run("plan llama2-70b --slice v6e-64 --layout fsdp@fsdp:64 --remat full", capsys)
+    assert "  bound by   hbm " in out
+    at_work = r"at work hbm \d\d%\*, mxu \d\d%\* of the step; \d\d%\* of HBM traffic is operands that products"
+    assert re.search(at_work, " ".join(out.split()))
+    _, out, _ = run("plan llama2-70b --slice v5p-128 --layout fsdp@fsdp:64 --remat full", capsys)
+    assert "at work" not in out
+
+
 def test_a_reduced_batch_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run("plan llama3-8b --slice v5e-8 --remat full", capsys)
     assert "note: the usual batch here, 8 sequences, does not fit: reduced to 4, which do" in out

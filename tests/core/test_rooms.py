@@ -62,6 +62,9 @@ UP = {
 # Methods of the public face that are written in a module of their own, which builds on the class: bound when called.
 METHODS = {
     ("meshlib.__main__", "meshlib.command"): "ctrl-C is quiet while modules load",
+    ("meshlib", "meshlib.core.foreign_names"): "the same",
+    ("meshlib", "meshlib.core.lazy_imports"): "the same",
+    ("meshlib", "meshlib.core.public_calls"): "the same",
     ("meshlib.program.records", "meshlib.program.analysis.buffers"): "Program.buffers",
     ("meshlib.program.instructions", "meshlib.program.analysis.buffers"): "Loop.buffers",
     ("meshlib.program.records", "meshlib.program.analysis.memory"): "Program.memory",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from dataclasses import replace
@@ -108,6 +109,9 @@ def test_trace_is_whole_or_not_there(tmp_path: Path) -> None:
     check_trace(est, path.read_text())
     assert json.loads(path.read_text())["otherData"]["layout"] == "batch:data;in:model"
     assert [p.name for p in tmp_path.iterdir()] == ["step.json"]
+    est.save_trace(tmp_path / "step.json.gz")
+    check_trace(est, gzip.decompress((tmp_path / "step.json.gz").read_bytes()).decode())
+    (tmp_path / "step.json.gz").unlink()
     est.save_trace(str(path))
     with pytest.raises(mtf.GraphError, match=r"nowhere.* can't be written"):
         est.save_trace(tmp_path / "nowhere" / "step.json")

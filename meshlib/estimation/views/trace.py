@@ -20,6 +20,7 @@ Source: "Trace Event Format", the Chromium project, 2016; perfetto.dev docs on J
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -323,5 +324,7 @@ def save_trace(est: Estimate, path: str | Path) -> None:
         "share of the step for which the MXU works": profile.mxu_share,
     }  # fmt: skip
     trace = {"traceEvents": trace_events(est), "displayTimeUnit": "ns", "otherData": about}
-    text = json.dumps(trace)
-    replace_file(path, lambda file: file.write(text.encode()), "save_trace", GraphError)
+    content = json.dumps(trace).encode()
+    if str(path).endswith(".gz"):
+        content = gzip.compress(content, mtime=0)
+    replace_file(path, lambda file: file.write(content), "save_trace", GraphError)
