@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection
+
+from meshlib.core.dtypes import BY_NAME
 
 # Array attributes -> the expression for a tensor x.
 OF_TENSORS = {
@@ -17,7 +20,7 @@ OF_TENSORS = {
     "value": "a variable is a tensor itself: write x",
     "max": "mtf.reduce_max(x, reduced_dim=...)",
     "mean": "mtf.reduce_mean(x, reduced_dim=...)",
-    "mesh": "a program is laid over a mesh by mtf.lower(y, mesh=..., layout=...)",
+    "mesh": "leave it out: operations know no mesh, which mtf.lower(y, mesh=..., layout=...) takes",
     "min": "mtf.reduce_min(x, reduced_dim=...)",
     "ndim": "len(x.shape)",
     "numpy": "mtf.simulate(mtf.lower({'x': x})).step(...)['x']",
@@ -33,6 +36,7 @@ _TRANSFORM = "mtf.slicewise(np.fft.fft, ...) over unsplit dims, for real and ima
 # Functions of NumPy, JAX, PyTorch and TensorFlow -> the counterpart here.
 OF_OTHERS = {
     "Dataset": "mtf.Batches",
+    "estimator": "mtf.train(run, batches, steps)",
     "expand_dims": "mtf.reshape(x, [dim, *x.shape.dims]); dims of size 1 are rarely needed: others broadcast by name",
     "fft3d": _TRANSFORM,
     "grad": "mtf.gradients",
@@ -41,11 +45,14 @@ OF_OTHERS = {
     "max": "mtf.reduce_max",
     "mean": "mtf.reduce_mean",
     "min": "mtf.reduce_min",
+    "nn": "mtf.relu, mtf.softmax, ...: operations are names of meshlib itself; layers are in mtf.layers",
     "placeholder": "mtf.input",
     "name_scope": "mtf.scope(name)",
     "signal": _TRANSFORM,
     "squeeze": "mtf.reshape(x, x.shape - dim)",
     "sum": "mtf.reduce_sum",
+    "tile": "mtf.broadcast(x, shape)",
+    "trainable_variables": "graph.trainable_variables",
     "variable_scope": "mtf.scope(name, reuse=True)",
     "tensor": "mtf.constant or mtf.input",
     "zeros_like": "mtf.zeros(x.shape, x.dtype)",
@@ -67,10 +74,13 @@ _STACKED = "mtf.scan(..., stack_variables=True), or one variable with a dim for 
 _LISTED = "print(program), and mtf.estimate(program, slice).table() with every count"
 # Public names of Mesh TensorFlow without a counterpart -> the reason.
 SUPERFLUOUS = {
+    "control_dependencies": "updates commit together, after every read",
     "Depend": "updates commit together, after every read",
     "LazyAllreduceSum": "sums stay pending where that sends less; print(program) shows them",
     "compatible_lazy_allreduce_sums": "equally pending sums are added before they are reduced",
     "depend": "updates commit together, after every read",
+    "global_variables_initializer": "mtf.simulate(program, seed=0) gives variables their first values",
+    "group": "mtf.lower(outputs, updates) takes updates as one list",
     "parallel": "a program is what one core runs, and all run it",
     "utils": "it places variables on hosts, and hides summaries, of which there are none",
     "verify_no_new_dims": "each operation checks its dims, and its error names them",
@@ -147,6 +157,7 @@ OF_MESH_TENSORFLOW = {
     "ops": "mtf.einsum, mtf.relu, ...: operations are names of meshlib itself",
     "reduction_fn": _REDUCE,
     "scalar_summary": _PRINTED,
+    "summary": _PRINTED,
     "simd_mesh_impl": _LOWERED,
     "stride_tensor_1d": "mtf.strided_slice(x, ...)",
     "tensor_dim_to_mesh_dim_size": "sharding.block_counts, and mesh.axis_size(axis)",
@@ -257,8 +268,27 @@ def of_module(name: str, public: Collection[str]) -> str:
         snake = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", name.removesuffix("Operation")).lower()
         functions = OF_OPERATIONS.get(snake, snake if snake in public else "")
         known = f"mtf.{functions}" if functions else None
-    return "" if known is None else f"write {known}"
+    known = known or _at_home(name)
+    return f"write {known}" if known else ""
 
+
+def _at_home(name: str) -> str:
+    """A name of another of the library's public packages, or of a dtype; "" if there is none."""
+    if name in BY_NAME:
+        return f'"{name}": dtypes are given by name'
+    library = sys.modules["meshlib"]
+    plain = name.removesuffix("_initializer")
+    for home in HOMES:
+        package = f"mtf.{home}".removesuffix(".")
+        names = getattr(library, home).__all__ if home else library.__all__
+        for known in (name, plain):
+            if known in names and (known == name or home == "initializers"):
+                return f"{package}.{known}"
+    return ""
+
+
+# Public packages in which a name is looked for that another of them does not have; "": meshlib itself.
+HOMES = ("", "layers", "optimize", "initializers", "models", "data", "generation", "sharing", "records", "testing")
 
 # Argument names of other libraries -> the hint in messages.
 OF_ARGUMENTS = {

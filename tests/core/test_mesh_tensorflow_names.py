@@ -141,3 +141,58 @@ def test_calls_as_in_mesh_tensorflow_are_answered() -> None:
                 wrong(x)
         with pytest.raises(mtf.GraphError, match=r"got list \[1, 2\]; make it a tensor by mtf.constant"):
             x * [1, 2]
+
+
+ELSEWHERE = {
+    "dense": "mtf.layers.dense",
+    "AdamOptimizer": "mtf.optimize.AdamOptimizer",
+    "truncated_normal_initializer": "mtf.initializers.truncated_normal",
+    "zeros_initializer": "mtf.initializers.zeros",
+    "TransformerConfig": "mtf.models.TransformerConfig",
+    "float32": '"float32": dtypes are given by name',
+    "nn": "mtf.relu, mtf.softmax, ",
+    "trainable_variables": "graph.trainable_variables",
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_name_of_another_package_is_answered(name: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(mtf, name)
+    assert f"no attribute '{name}'; write {ELSEWHERE[name]}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("from meshlib import placement_mesh_impl", "; write program = mtf.lower("),
+        ("from meshlib import mtf_layers", "; did you mean 'layers'?"),
+        ("from meshlib.layers import einsum", "; write mtf.einsum"),
+        ("from meshlib.optimize import dense", "; write mtf.layers.dense"),
+        ("from meshlib import report", ""),
+    ],
+)
+def test_imports_of_names_are_answered(line: str, text: str) -> None:
+    if not text:
+        exec(line, {})  # a package that is no public name
+        return
+    with pytest.raises(ImportError, match=re.escape(text)):
+        exec(line, {})
+
+
+def test_operations_are_names_of_meshlib_itself() -> None:
+    from meshlib import ops
+
+    with pytest.raises(AttributeError, match="no attribute 'einsum'; operations are names of meshlib itself"):
+        _ = ops.einsum  # type: ignore[attr-defined]
+
+
+def test_unknown_attributes_are_answered() -> None:
+    with mtf.Graph():
+        program = mtf.lower({"y": mtf.exp(mtf.input("x", "a:4"))})
+    simulation = mtf.simulate(program)
+    with pytest.raises(AttributeError, match="Simulation has no 'stat'; did you mean 'state'"):
+        _ = simulation.stat  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"Simulation has no 'losses'; it has .*shard, .*state, step$"):
+        _ = simulation.losses  # type: ignore[attr-defined]
+    assert not hasattr(simulation, "__array__")
