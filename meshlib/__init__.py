@@ -11,6 +11,7 @@ then.
 from importlib.util import find_spec as _find_spec
 from pathlib import Path as _Path
 from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 
 def _check_own_packages() -> None:
@@ -296,10 +297,10 @@ else:
         wrapped = public_calls(__name__, ["meshlib.ops.", "meshlib.optimize."])
         globals()["__getattr__"], globals()["__dir__"] = lazy_names(__name__, wrapped, of_module)
 
-    def __getattr__(name):
+    def __getattr__(name: str) -> _Any:
         _serve_names()
         return __getattr__(name)
 
-    def __dir__():
+    def __dir__() -> list[str]:
         _serve_names()
         return __dir__()

@@ -1,10 +1,10 @@
 """The operations of the language; each is one record (see `meshlib.core.opdef`) and the function that builds it."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from meshlib.ops.pointwise import operators as _operators  # noqa: F401 (gives tensors their operators: x + y, -x)
 
-if not _TYPE_CHECKING:
+if not TYPE_CHECKING:
 
     def __getattr__(name):
         hint = "operations are names of meshlib itself: import meshlib as mtf"
