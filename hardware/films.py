@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hardware.cells import film_cell
 from hardware.checks import HardwareError, amount, whole
 from hardware.detours import link_between
 from hardware.drawing import axes_of, figure_of, write_animation
@@ -128,6 +129,12 @@ class Film:
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.frames))
 
+    def __repr__(self) -> str:
+        return f"<Film of {len(self.frames)} frames>"
+
+    def _repr_html_(self) -> str:
+        return film_cell(self)
+
 
 def film_of(collective: CollectivePlan, links: Links, frames: int = FRAMES) -> Film:
     """Simulate a collective and cut it into frames of equal length.
@@ -209,15 +216,9 @@ def spots(torus: Torus) -> list[tuple[float, float]]:
     return places
 
 
-def plot_frame(frame: FilmFrame, ax: Any) -> Any:
-    """`FilmFrame.plot`."""
-    torus = frame.torus
-    axes = axes_of("FilmFrame.plot", ax, _size(frame))
-    from matplotlib import colormaps
-    from matplotlib.collections import LineCollection
-
-    places, lines, shades, widths = spots(torus), [], [], []
-    fill = colormaps["Blues"]
+def strokes(frame: FilmFrame) -> list[tuple[tuple[float, float], tuple[float, float], float]]:
+    """For each link of a frame the ends of its line, and its load."""
+    torus, places, lines = frame.torus, spots(frame.torus), []
     for link in torus.links():
         source, target = torus.ends(link)
         axis = link // 2 % torus.rank
@@ -229,11 +230,21 @@ def plot_frame(frame: FilmFrame, ax: Any) -> Any:
             x2, y2 = (x1 + offset, y1) if axis == torus.rank - 1 else (x1, y1 + offset)
         side = -APART if link % 2 else APART
         dx, dy = (0.0, side) if axis == torus.rank - 1 else (side, 0.0)
-        load = frame.loads.get(link, 0.0)
-        lines.append([(x1 + dx, y1 + dy), (x2 + dx, y2 + dy)])
-        shades.append(_shade(load))
-        widths.append(_width(load))
-    axes.add_collection(LineCollection(lines, colors=shades, linewidths=widths, zorder=1))
+        lines.append(((x1 + dx, y1 + dy), (x2 + dx, y2 + dy), frame.loads.get(link, 0.0)))
+    return lines
+
+
+def plot_frame(frame: FilmFrame, ax: Any) -> Any:
+    """`FilmFrame.plot`."""
+    torus = frame.torus
+    axes = axes_of("FilmFrame.plot", ax, _size(frame))
+    from matplotlib import colormaps
+    from matplotlib.collections import LineCollection
+
+    places, lines = spots(torus), strokes(frame)
+    fill = colormaps["Blues"]
+    shades, widths = [_shade(load) for *_, load in lines], [_width(load) for *_, load in lines]
+    axes.add_collection(LineCollection([line[:2] for line in lines], colors=shades, linewidths=widths, zorder=1))
     colours = [
         "white" if node in frame.failed else fill(0.15 + 0.85 * frame.received.get(node, 0.6))
         for node in range(torus.nodes)

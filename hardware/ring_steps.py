@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hardware.cells import COLOURS
 from hardware.checks import HardwareError, amount, one_of, whole
 from hardware.collective_kinds import COLLECTIVE_KINDS, Phase
 from hardware.drawing import axes_of, figure_of, write_animation
-from hardware.systolic import COLOURS
 
 Array = NDArray[Any]
 Held = tuple[tuple[Array | None, ...], ...]  # [node][block]; None: the node has no part of it

@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hardware.cells import COLOURS, run_cell
 from hardware.checks import HardwareError, whole
 from hardware.drawing import axes_of, figure_of, write_animation
 from hardware.mxu import MXU, Mode, check_mode
 from hardware.registers import Registers
 
-COLOURS = ("#8ecae6", "#ffb703", "#90be6d", "#f28482", "#b8a1e3")  # by row of x
 LABEL, CELL = 14, 11  # characters before the boxes, and per box
 SAVED = 24  # at most this many rows or columns in a saved frame
 Array = NDArray[Any]
@@ -200,6 +200,13 @@ class Run:
     tiles: int
     states: tuple[State, ...]
     registers: Registers = field(repr=False)
+
+    def __repr__(self) -> str:
+        rows, columns = self.registers.rows, self.registers.columns
+        return f"<Run of a {rows}x{columns} systolic array: {self.cycles} cycles, y {self.y.shape}>"
+
+    def _repr_html_(self) -> str:
+        return run_cell(self)
 
     def state(self, cycle: int) -> State:
         """Every register after `cycle`; recomputed if the run did not keep its states.

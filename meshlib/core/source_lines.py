@@ -139,4 +139,11 @@ def shown_file(file: str) -> str:
     inside = file.removeprefix(_LIBRARY + os.sep)
     if inside != file and not inside.startswith(("site-packages", "dist-packages")):
         return ""
-    return os.path.basename(file)
+    return _notebook_cell(file) or os.path.basename(file)
+
+
+def _notebook_cell(file: str) -> str:
+    """The number of a notebook's cell, such as "In[3]"; "" for a file."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    cell = getattr(getattr(shell, "compile", None), "format_code_name", lambda name: None)(file)
+    return cell[1] if cell else ""

@@ -1096,7 +1096,7 @@ def test_names_from_elsewhere_are_told_what_stands_for_them() -> None:
         "write mtf.maximum": lambda x: np.maximum(x, 0),
         "mtf.reduce_sum": lambda x: x.sum(),
         "mtf.cast": lambda x: x.astype("int32"),
-        "laid over a mesh by mtf.lower": lambda x: x.mesh,
+        "leave it out: operations know no mesh, which mtf.lower(": lambda x: x.mesh,
         "dims go by name": lambda x: mtf.reduce_sum(x, axis=0),
         "operations know no mesh": lambda x: mtf.relu(x, mesh="rows:2"),
         "did you mean 'reduced_dim'": lambda x: mtf.reduce_sum(x, reduce_dim=batch),

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -365,3 +366,17 @@ def test_a_position_is_text(position: Any):
         written_at(position),
     ):
         pass
+
+
+def test_cells_of_a_notebook_are_named_by_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"/tmp/ipykernel_1/1622591296.py": ("Cell", "In[3]")}
+    shell = SimpleNamespace(compile=SimpleNamespace(format_code_name=known.get))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
+    names: dict[str, Any] = {"mtf": mtf}
+    code = "\n\nwith mtf.Graph():\n    x = mtf.ones('a:2')"
+    exec(compile(code, "/tmp/ipykernel_1/1622591296.py", "exec"), names)
+    assert names["x"].operation.source == "In[3]:4"
+    exec(compile(code, "/home/user/other.py", "exec"), names)
+    assert names["x"].operation.source == "other.py:4"
+    shell.compile = None  # another kernel
+    assert source_lines.shown_file("/tmp/ipykernel_1/7.py") == "7.py"

@@ -1,6 +1,7 @@
 """Frames of a torus: what links carry and nodes have received, as text and drawn."""
 
 import importlib.util
+import re
 
 import numpy as np
 import pytest
@@ -135,3 +136,35 @@ def test_runs_that_cannot_be_saved():
     for name, part in (("x.txt", "a run is saved as .gif, .png or .svg"), ("x.gif", "at most 24 rows and columns")):
         with pytest.raises(HardwareError, match=part):
             run.save(name)
+
+
+def test_notebooks_show_every_cycle_of_an_array_with_its_registers():
+    run = MXU(2, 2).run(np.array([[1, 2], [3, 4]]), np.array([[1, 1], [2, 0]]), "noload")
+    html = run._repr_html_()
+    assert html.count("<table") == run.cycles == 4
+    for cycle, part in enumerate(html.split("<table")[1:]):
+        state = run.state(cycle)
+        assert part.count("background:") == state.busy
+        assert sorted(re.findall(r"p (-?\d+) ", part)) == sorted(
+            str(p) for p, row in zip(state.partial.flat, state.vector.flat, strict=True) if row >= 0
+        )
+    assert "y = [[4, 6], [2, 4]]" in html
+    assert repr(run) == "<Run of a 2x2 systolic array: 4 cycles, y (2, 2)>"
+    large = MXU(16, 16).run(np.ones((16, 16)), np.ones((40, 16)), "noload")
+    assert large._repr_html_().count("<table") == 2  # at most 600 squares
+    assert "the first 2 are shown" in large._repr_html_()
+
+
+def test_notebooks_show_the_links_of_frames():
+    film = film_of(ring_plans.all_gather(Torus((4,)), [np.zeros(8)] * 4, algorithm="oneway"), Links(16.0), frames=30)
+    html = film._repr_html_()
+    assert html.count("<svg") == 12
+    for part in html.split("<svg")[1:]:
+        assert part.count("#d1495b") == 4  # a link of each node, one way
+    assert [re.findall(r">(\d+)</text>", part)[0] for part in (html.split("<svg")[1], html.split("<svg")[-1])] == [
+        "0",
+        "10",
+    ]
+    assert html.count("<figcaption>") == 12
+    assert f"<figcaption>{film.frames[-1].title}<" in html
+    assert repr(film) == "<Film of 30 frames>"
