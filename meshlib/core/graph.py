@@ -291,10 +291,9 @@ class Graph(Shown):
 
     def __repr__(self) -> str:
         stored = sum(v.output.shape.size for v in self.variables.values())
-        return (
-            f"<Graph of {counted(len(self.operations), 'operation')}, {counted(len(self.inputs), 'input')} and "
-            f"{counted(len(self.variables), 'variable')} of {counted(stored, 'element')}>"
-        )
+        sources = f"{counted(len(self.inputs), 'input')} and {counted(len(self.variables), 'variable')}"
+        operations, elements = counted(len(self.operations), "operation"), counted(stored, "element")
+        return f"<{type(self).__name__} of {operations}, {sources} of {elements}>"
 
     if not TYPE_CHECKING:  # mypy reports unknown names
 

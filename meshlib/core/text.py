@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from math import floor, log10
 
 from layouts.cells import clipped as clipped
 
@@ -80,10 +81,13 @@ def counted(n: int, one: str, several: str = "") -> str:
 def usd_text(dollars: float) -> str:
     """US dollars, with cents or thousands separators.
 
-    >>> usd_text(0.000233), usd_text(12.345), usd_text(170312.4)
-    ('$0.000233', '$12.35', '$170,312')
+    >>> usd_text(0.0000233), usd_text(0.0448), usd_text(12.345), usd_text(170312.4)
+    ('$0.000023', '$0.045', '$12.35', '$170,312')
     """
-    return f"${dollars:,.0f}" if dollars >= 1000 else f"${dollars:.4g}"
+    if dollars >= 1000:
+        return f"${dollars:,.0f}"
+    digits = 1 - floor(log10(dollars)) if 0 < dollars < 0.1 else 0  # two that count
+    return f"${dollars:.{digits}f}" if digits else f"${dollars:.4g}"
 
 
 _width: ContextVar[int | None] = ContextVar("width", default=None)

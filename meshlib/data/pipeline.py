@@ -86,6 +86,9 @@ class Data:
     joined: bool = False  # whether batches continue across the end of an epoch
     ahead: int = 0
 
+    def __repr__(self) -> str:
+        return f"<Data: {counted(len(self.source), 'example')} from {type(self.source).__name__}>"
+
     # ------------------------------------------------------------ stages
 
     def take(self, count: int) -> Data:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from meshlib.core.text import bytes_text, seconds_text
 from meshlib.report.markup import MODELLED, folding_table, paragraph, section, text
+from meshlib.report.memory import FAR
 from meshlib.report.svg import Picture, Scale, binary_ticks
 from meshlib.searching import Found
 
@@ -70,15 +71,18 @@ def scatter(options: Sequence[Alternative], capacity_bytes: float, linked: bool 
     """The picture: time to the right, memory upwards, the Pareto front, and the memory of a device."""
     picture = Picture(460, 300, label="alternatives by step time and memory")
     times, sizes = [a.step_seconds for a in options], [a.needed_bytes for a in options]
-    top = min(max(sizes), 4 * capacity_bytes)  # far larger ones are drawn at the upper edge
+    far = max(sizes) * FAR < capacity_bytes  # all would be points at the bottom
+    top = max(sizes) if far else max(min(max(sizes), 4 * capacity_bytes), capacity_bytes)  # larger ones at the edge
     spread = max(times) - min(times) or max(times)
     across = Scale((max(0.0, min(times) - 0.08 * spread), max(times) + 0.08 * spread), (picture.left, picture.right))
-    up = Scale((0.0, max(top, capacity_bytes) * 1.1), (picture.bottom, picture.top))
+    up = Scale((0.0, top * 1.1), (picture.bottom, picture.top))
     picture.axis_below(across, lambda t: seconds_text(t) if t else "0", "step ≈")
     picture.axis_left(up, bytes_text, binary_ticks(up))
-    y = up(capacity_bytes)
-    picture.line(picture.left, y, picture.right, y, "limit", f"capacity {bytes_text(capacity_bytes)}")
-    picture.text(picture.right - 4, y - 4, f"capacity {bytes_text(capacity_bytes)}", anchor="end")
+    capacity = f"capacity {bytes_text(capacity_bytes)}"
+    y = picture.top + 8 if far else up(capacity_bytes)
+    if not far:
+        picture.line(picture.left, y, picture.right, y, "limit", capacity)
+    picture.text(picture.right - 4, y - 4, f"{capacity}, above this picture" if far else capacity, anchor="end")
     front = pareto_front(options)
     steps = [(across(a.step_seconds), up(a.needed_bytes)) for a in front]
     ends = [*(x for x, _ in steps[1:]), picture.right]

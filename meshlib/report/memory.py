@@ -118,7 +118,7 @@ def area(est: Estimate, linked: bool = True, size: tuple[float, float] = (1000, 
         )
         anchor = "end" if middle > picture.right - 100 else "start"
         beside = -9 if anchor == "end" else 9
-        picture.text(middle + beside, max(up(peak.total) + 16, picture.top + 12), "peak =", anchor=anchor)
+        picture.text(middle + beside, max(up(peak.total) + 16, picture.top + 12), "peak =", "over", anchor=anchor)
     return str(picture)
 
 

@@ -53,7 +53,7 @@ def _cards(est: Estimate) -> list[tuple[str, str, str, str]]:
     share = f"{percent:.{0 if percent >= 1 else 3}f}% {EXACT}"
     sizes = f"{bytes_text(m.peak_bytes)} of {bytes_text(m.capacity_bytes)}"
     bound = ", ".join(f"{UNIT_OF[name]} {seconds / step:.0%}" for name, seconds in shares[:3] if seconds)
-    bound += f"; at work: {at_work}" if (at_work := near_tie(est)) else ""
+    bound += f"; at work: {at_work}" if (at_work := near_tie(est).replace("*", "")) else ""
     waits = f"{text(seconds_text(est.exposed_comm_seconds))} {MODELLED}"
     sent = f"sends {bytes_text(est.sent_bytes)} from each device"
     cards = [

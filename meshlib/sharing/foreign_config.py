@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -18,10 +18,12 @@ from meshlib.sharing.foreign_families import ABSENT, FAMILIES, SCALINGS, SCHEMA,
 from meshlib.sharing.foreign_planned import PLANNED, PLANNED_SCHEMA, completed, planned_notes
 
 Fields = Mapping[str, Any]
-WHAT = "read_config"
+WHAT, TEXT_MODEL = "read_config", "text_config"
+IMAGES = ("resnet", "vit", "convnext", "swin", "deit", "efficientnet", "mobilenet_v2")  # types of classifiers
 ACTIVATIONS = {
     **{"relu": "relu", "silu": "silu", "swish": "silu"},
-    **{"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"},
+    **{"gelu": "gelu_exact", "gelu_python": "gelu_exact"},
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu"),
 }
 
 
@@ -31,9 +33,9 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
     Llama 2 to 4, Mistral, Mixtral, Gemma 1 to 4, Qwen 2 and 3 with their experts, DeepSeek 2 and 3, Kimi K2, GPT-OSS,
     OLMo 2 and 3, OLMoE, Phi 3 and 4, GPT-2 and T5; to be planned, but without their weights, the families of
     `meshlib.sharing.foreign_planned`: Cohere, ERNIE 4.5, EXAONE 4, Falcon, GLM 4, GPT-NeoX, Granite, Nemotron, Phi 1
-    and 2, Phi-MoE, Qwen 2 with experts, Seed-OSS, SmolLM 3, StableLM, StarCoder 2 and others. For multimodal Llama 4,
-    Gemma 3 and 4 it is the text model, with a name that ends in "-text". `config_notes` lists the features of a file
-    that the result leaves out.
+    and 2, Phi-MoE, Qwen 2 with experts, Seed-OSS, SmolLM 3, StableLM, StarCoder 2 and others. Of multimodal models it
+    is the text model, where that is of one of these families, with a name that ends in "-text". `config_notes` lists
+    the features of a file that the result leaves out.
 
     Args:
       path: the file, or its folder.
@@ -73,13 +75,23 @@ def config_notes(path: str | os.PathLike[str]) -> list[str]:
 
 def _check_kind(kind: str, target: object) -> None:
     if kind in ABSENT:
-        raise GraphError(f"{at(WHAT)}: {target} has model_type {kind!r:.40}: {ABSENT[kind]}; this library has none")
+        text = "; plan its text model, a config.json of its own" if ABSENT[kind].endswith("tower") else ""
+        raise GraphError(
+            f"{at(WHAT)}: {target} has model_type {kind!r:.40}: {ABSENT[kind]}; this library has none{text}"
+        )
     known = (*_KINDS, *FAMILIES, *PLANNED)
     if kind not in known:
         raise GraphError(
-            f"{at(WHAT)}: {target} has model_type {kind!r:.40}{nearest(kind, known)}, none of the {len(known)} "
-            "that are read; help(mtf.sharing.read_config) names them"
+            f"{at(WHAT)}: {target} has model_type {kind!r:.40}, none of the {len(known)} that are read (help("
+            f"mtf.sharing.read_config) names them){_remedy_of(kind, known)}"
         )
+
+
+def _remedy_of(kind: str, known: Collection[str]) -> str:
+    """What to do with a config of an unknown type."""
+    if kind in IMAGES:
+        return "; classifiers of images are presets, such as 'resnet-50' or 'vit-b-16'"
+    return nearest(kind, known) or "; if it computes as one of them, give its type in a copy, with the fields of that"
 
 
 def _fault_of_heads(given: Mapping[str, Any]) -> str | None:
@@ -103,8 +115,12 @@ def _read(path: str | os.PathLike[str], name: str | None) -> tuple[TransformerCo
         place = place / "config.json"
     given, target = read_json(place, WHAT, CheckpointError, "a config.json with a model_type", {"model_type": TEXT})
     kind, called = given["model_type"], name or _name_of(Path(target)) or str(given["model_type"])
-    if kind in TEXT_MODELS:
-        given, kind, called = _text_model(given, target), TEXT_MODELS[kind], name or f"{called}-text"
+    towers: list[str] = []
+    if text_kind := _kind_of_text(given):
+        towers = [
+            f"{key}: left out; the text model alone" for key in given if key.endswith("_config") and key != TEXT_MODEL
+        ]
+        given, kind, called = _text_model(given, target), text_kind, name or f"{called}-text"
     _check_kind(kind, target)
     written, given = given, completed(given, kind) if kind in PLANNED else given
     if kind in _KINDS:
@@ -119,7 +135,7 @@ def _read(path: str | os.PathLike[str], name: str | None) -> tuple[TransformerCo
     if kind not in ("gpt2", "t5") and (fault_of_heads := _fault_of_heads(given)):
         fail(fault_of_heads)
     try:
-        return TransformerConfig(name=called, **_fields(given, kind)), _left_out(given, written, kind)
+        return TransformerConfig(name=called, **_fields(given, kind)), [*towers, *_left_out(given, written, kind)]
     except KeyError as fault:
         raise CheckpointError(f"{WHAT}: {target} has no {fault}") from None
     except (TypeError, ValueError, ArithmeticError) as fault:
@@ -142,9 +158,18 @@ def _left_out(given: Fields, written: Fields, kind: str) -> list[str]:
     return [*notes(given, kind), *(planned_notes(written, kind) if kind in PLANNED else [])]
 
 
+def _kind_of_text(given: Fields) -> str:
+    """The type of a multimodal config's text model, if that is one which is read; otherwise ""."""
+    if given["model_type"] in TEXT_MODELS:
+        return TEXT_MODELS[given["model_type"]]
+    text = given.get(TEXT_MODEL)
+    kind = text.get("model_type") if isinstance(text, dict) else None
+    return kind if kind in {*_KINDS, *FAMILIES, *PLANNED} else ""
+
+
 def _text_model(given: Fields, target: str) -> Fields:
     """The text model of a multimodal config."""
-    text = given.get("text_config")
+    text = given.get(TEXT_MODEL)
     if not isinstance(text, dict):
         raise CheckpointError(f"{WHAT}: {target}: it has no 'text_config', which must be an object")
     return {"tie_word_embeddings": given.get("tie_word_embeddings"), **text}

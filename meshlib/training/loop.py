@@ -71,6 +71,9 @@ class Trained:
     skipped: list[dict[str, Any]]
     stats: Stats | None
 
+    def __repr__(self) -> str:
+        return f"<Trained: step {self.step}, stopped by {self.stopped!r}; {self.run!r}>"
+
 
 def _simulation(run: object) -> Simulation:
     """The run itself, or a simulation of a program."""

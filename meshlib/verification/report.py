@@ -143,6 +143,9 @@ class Verification:
         verdict = "all equal up to rounding" if not bad else f"{bad} NOT equal"
         return f"{counted(len(self.rows), 'layout')} against the unsharded program: {verdict}"
 
+    def __repr__(self) -> str:
+        return f"<Verification of {self._head()}>"
+
     def __str__(self) -> str:
         lines = [
             self._head(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 import hardware
@@ -196,3 +197,20 @@ def test_unknown_attributes_are_answered() -> None:
     with pytest.raises(AttributeError, match=r"Simulation has no 'losses'; it has .*shard, .*state, step$"):
         _ = simulation.losses  # type: ignore[attr-defined]
     assert not hasattr(simulation, "__array__")
+
+
+def test_what_runs_return_is_shown_in_a_line() -> None:
+    with mtf.Graph():
+        w = mtf.variable("w", [], 1.0)
+        loss = mtf.reduce_mean(mtf.square(mtf.input("x", "batch:4") - w))
+        outputs, updates = {"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss)
+    data = mtf.data.arrays({"x": np.zeros(8, np.float32)}).batch(4)
+    trained = mtf.train(mtf.lower(outputs, updates), data, steps=2, progress=False)
+    verified = mtf.verify(outputs, updates, layouts=[("data:2", "batch:data")])
+    for value, text in (
+        (data, "<Data: 8 examples from Arrays>"),
+        (trained, "<Trained: step 2, stopped by 'steps'; <Simulation: "),
+        (verified, "<Verification of 1 layout against the unsharded program: all equal up to rounding>"),
+    ):
+        assert repr(value).startswith(text)
+        assert len(repr(value)) <= 200

@@ -8,12 +8,13 @@ from functools import cache
 from html.parser import HTMLParser
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 import meshlib as mtf
 from hardware import CHIPS, Slice
 from meshlib.program.analysis.memory import KINDS
-from meshlib.report.alternatives import Alternative, alternatives, pareto_front
+from meshlib.report.alternatives import Alternative, alternatives, pareto_front, scatter
 from meshlib.report.collectives import causes_of
 from meshlib.report.links import PageAnchors
 from meshlib.report.memory import area, memory_over_time
@@ -328,6 +329,16 @@ def test_memory_far_below_the_capacity_is_drawn_large() -> None:
     near = mtf.estimate(small.program, Slice("v5e-1", chip))
     assert "above this picture" not in area(near)
     assert 'class="limit"' in area(near)
+
+
+def test_alternatives_far_below_the_capacity_are_apart() -> None:
+    options = [Alternative(str(n), n, 100 * n, fits=True) for n in (1, 2, 3)]
+    heights = {}
+    for capacity in (350, 100_000):
+        drawn = scatter(options, capacity)
+        heights[capacity] = sorted({float(y) for y in re.findall(r'<circle[^>]*cy="([\d.]+)"', drawn)})
+        assert ("above this picture" in drawn) == ('class="limit"' not in drawn) == (capacity > 350)
+    assert min(np.diff(heights[100_000])) >= min(np.diff(heights[350])) > 50
 
 
 # ------------------------------------------------------------ in a browser

@@ -150,12 +150,28 @@ def test_text_models_of_files_with_towers(tmp_path: Path) -> None:
     file = saved(tmp_path, "llama4", {"text_config": {"model_type": kind, **fields}, "vision_config": {}})
     config = read_config(file)
     assert (config.parameters, config.name) == (count, f"{tmp_path.name}-text")
+    assert "vision_config: left out; the text model alone" in config_notes(file)
+
+
+@pytest.mark.parametrize("kind", ["llava", "mistral3", "of_tomorrow"])
+def test_the_text_model_of_any_multimodal_config_is_read(tmp_path: Path, kind: str) -> None:
+    text_kind, fields, count = MODELS["qwen3-0.6b"]
+    text = {"model_type": text_kind, **fields}
+    file = saved(tmp_path, kind, {"text_config": text, "vision_config": {}, "audio_config": {}})
+    config = read_config(file)
+    assert (config.parameters, config.name) == (count, f"{tmp_path.name}-text")
+    assert [note.partition(":")[0] for note in config_notes(file)] == ["vision_config", "audio_config"]
+    unknown = saved(tmp_path, kind, {"text_config": {**text, "model_type": "unknown"}, "vision_config": {}})
+    with pytest.raises(GraphError, match=f"model_type '{kind}'"):
+        read_config(unknown)
 
 
 REFUSED: dict[str, tuple[Fields, type[Exception], str]] = {
     "linear": ({"model_type": "qwen3_next"}, GraphError, "'qwen3_next': linear attention"),
-    "vision": ({"model_type": "qwen3_vl"}, GraphError, "'qwen3_vl': a vision tower"),
-    "near": ({"model_type": "mixtrall"}, GraphError, "did you mean 'mixtral'"),
+    "vision": ({"model_type": "qwen3_vl"}, GraphError, "a vision tower; this library has none; plan its text"),
+    "near": ({"model_type": "mixtrall"}, GraphError, "names them); did you mean 'mixtral'?"),
+    "far": ({"model_type": "internlm2"}, GraphError, "if it computes as one of them, give its type in a copy"),
+    "images": ({"model_type": "vit"}, GraphError, "classifiers of images are presets, such as 'resnet-50'"),
     "layers": (
         {**MODELS["qwen3-0.6b"][1], "model_type": "olmo3", "layer_types": ["linear_attention"], "sliding_window": 8},
         GraphError, "layer_types has linear attention",

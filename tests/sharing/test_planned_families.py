@@ -41,7 +41,7 @@ COUNTED: dict[str, tuple[Fields, int, int]] = {
     "glm4": ({"head_dim": 16, "attention_bias": True, "tie_word_embeddings": False}, 140_864, 0),
     "glm4_moe": ({**EIGHT, "head_dim": 16, "use_qk_norm": True, "tie_word_embeddings": False}, 252_096, 0),
     # a second norm with its biases in each layer
-    "gpt_neox": ({"tie_word_embeddings": False}, 133_888, 4 * 2 * 64),
+    "gpt_neox": ({"hidden_act": "gelu_fast", "tie_word_embeddings": False}, 133_888, 4 * 2 * 64),
     "granite": ({"tie_word_embeddings": False}, 139_840, 0),
     "granitemoe": ({"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}, 362_048, 0),
     "helium": ({"head_dim": 16, "tie_word_embeddings": False}, 139_840, 0),

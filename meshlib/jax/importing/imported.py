@@ -40,7 +40,7 @@ class Call:
     names: tuple[str, ...]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ImportedGraph(Graph):
     """A program imported from a JAX function.
 

@@ -35,6 +35,11 @@ def shapes(graph):
     return {op.name: str(op.output.shape) for op in (*graph.variables.values(), *graph.inputs.values())}
 
 
+def test_an_imported_graph_is_shown_in_a_line():
+    assert repr(mtf.from_jax(attend, *ARGS)).startswith("<ImportedGraph of ")
+    assert len(repr(mtf.from_jax(attend, *ARGS))) < 200
+
+
 def test_an_axis_that_is_split_is_a_product():
     graph = mtf.from_jax(attend, *ARGS, names={"x": "batch length d_model", "params.q": "d_model (heads head_dim)"})
     assert shapes(graph) == {
