@@ -9,10 +9,18 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from meshlib.command.choices import is_maxtext
+from meshlib.command.choices import STEP_SETTINGS, is_maxtext
 from meshlib.core.errors import nearest
 
 WRONG = 2  # exit status of a usage error
+
+
+def _is_setting(name: str) -> bool:
+    """Whether `--set` takes this field of a Transformer, its numerics or its training step."""
+    from meshlib.layers.numerics import Numerics
+    from meshlib.models.config import TransformerConfig
+
+    return name in (*STEP_SETTINGS, *TransformerConfig.__dataclass_fields__, *Numerics.__dataclass_fields__)
 
 
 def _split(args: list[str]) -> tuple[list[str], list[list[str]]]:
@@ -51,6 +59,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
         self.allow_abbrev = False
         self.commands: dict[str, Parser] = {}
+        self.siblings: dict[str, Parser] = {}  # of a command: all commands
         self.register("action", None, _Once)
         self.register("action", "store", _Once)
 
@@ -98,8 +107,14 @@ class Parser(argparse.ArgumentParser):
         later = {option for command in self.commands.values() for option in command._options}
         if name[2:] in later:
             return f"no option {name}; options of a command come after it"
+        field = name[2:].replace("-", "_")
+        if "set" in self._options and _is_setting(field):
+            return f"no option {name}; write --set {field}=..."
         alike = [option for option in [*self._options, *later] if option[:1] == name[2:3]]
-        return f"no option {name}" + nearest(name.lstrip("-"), alike).replace("'", "'--", 1)
+        hint = nearest(name.lstrip("-"), alike).replace("'", "'--", 1)
+        others = [command for command, parser in self.siblings.items() if name[2:] in parser._options]
+        hint = hint or (f"; meshlib {', '.join(others)} take{'s' * (len(others) == 1)} it" if others else "")
+        return f"no option {name}{hint}"
 
     @property
     def _positional(self) -> list[str]:

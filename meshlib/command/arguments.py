@@ -12,6 +12,7 @@ from meshlib.command.choices import ALL_REMAT, OPTIMIZERS, STEP_SETTINGS, TARGET
 from meshlib.core.compiler import COMPILERS, XLA_TPU
 
 Number = TypeVar("Number", int, float)
+SUFFIXES = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}  # of numbers such as 500B tokens
 
 _PROGRAM = (
     "a model (meshlib models lists them), FILE.py[:function] that returns (outputs, updates), or a JAX function whose "
@@ -59,6 +60,8 @@ def parser() -> Parser:
     _command(under, "models", "which models there are", "tables:models")
     _records(_command(under, "records", "write records of pictures, a table, IDX files or a text", "tables:recorded"))
     top.commands = dict(under.choices)
+    for command in top.commands.values():
+        command.siblings = top.commands
     return top
 
 
@@ -314,12 +317,13 @@ def _rows(text: str) -> int:
 
 
 def _number(text: str, kind: type[Number]) -> Number:
+    size = SUFFIXES.get(text[-1:], 1.0) if kind is float else 1
     try:
-        value = kind(text)
+        value = kind(text[:-1] if size != 1 else text) * size
     except ValueError:
         value = kind(0)
     if not 0 < value < float("inf"):
         what = "a whole number of at least 1" if kind is int else "a positive number"
-        hint = "; write 20 or 1e9" if kind is float else "" if text.lstrip("-").isdecimal() else "; write 8 or 8192"
+        hint = "; write 20, 1e9 or 1B" if kind is float else "" if text.lstrip("-").isdecimal() else "; write 8 or 8192"
         raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}{hint}")
     return value

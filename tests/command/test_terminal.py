@@ -449,6 +449,11 @@ def test_ctrl_c_is_caught_before_anything_large_loads() -> None:
     assert said.stdout.split() == []
 
 
+def test_numbers_of_tokens_have_suffixes(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [run(f"plan gpt2 --slice v5e-8 --layout fsdp@fsdp:8 --tokens {text}", capsys)[1] for text in ("2e10", "20B")]
+    assert runs[0] == runs[1]
+
+
 def test_a_near_tie_of_engines_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run("plan llama2-70b --slice v6e-64 --layout fsdp@fsdp:64 --remat full", capsys)
     assert "  bound by   hbm " in out

@@ -16,7 +16,16 @@ MISTAKES = {
     "a command of another tool": ("train gpt2", "no command 'train'"),
     "an option without a command misspelt": ("--verison", "no option --verison; did you mean '--version'?"),
     "an option misspelt": ("plan gpt2 --slce v5e-8", "no option --slce; did you mean '--slice'?"),
-    "an option of another command": ("plan gpt2 --slice v5e-8 --objective usd", "no option --objective"),
+    "an option of another command": (
+        "plan gpt2 --slice v5e-8 --objective usd",
+        "no option --objective; meshlib search takes it",
+    ),
+    "a setting as an option": (
+        "plan gpt2 --slice v5e-8 --precision int8",
+        "--precision; write --set precision=",
+    ),
+    "a field as an option": ("plan gpt2 --slice v5e-8 --d-model 64", "no option --d-model; write --set d_model=..."),
+    "tokens in words": ("plan gpt2 --slice v5e-8 --tokens 1X", "got '1X'; write 20, 1e9 or 1B"),
     "an option far from any": ("plan gpt2 --slice v5e-8 --zzz", "no option --zzz"),
     "two programs": ("plan gpt2 palm-540b --slice v5e-8", "unexpected argument 'palm-540b'"),
     "a model misspelt": ("plan lama2-70b --slice v5e-8", "no model 'lama2-70b'; did you mean 'llama2-70b'?"),
@@ -216,7 +225,6 @@ MISTAKES = {
     ),
     "a batch in powers of ten": ("plan gpt2 --slice v5e-8 --batch 1e3", "got '1e3'; write 8 or 8192"),
     "a length in thousands": ("plan gpt2 --slice v5e-8 --length 8k", "got '8k'; write 8 or 8192"),
-    "tokens in trillions": ("plan gpt2 --slice v5e-8 --tokens 15T", "got '15T'; write 20 or 1e9"),
     "epochs without examples": (
         "plan gpt2 --slice v5e-8 --epochs 3",
         "--epochs and --examples, the examples of an epoch, go together",
