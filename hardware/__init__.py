@@ -10,6 +10,7 @@ Example:
 Every bad argument raises `HardwareError`. Nothing here imports another package of this distribution.
 """
 
+import typing as _typing
 from pathlib import Path as _Path
 
 from hardware.checks import HardwareError as HardwareError
@@ -49,3 +50,10 @@ def _check_own_packages() -> None:
 
 
 _check_own_packages()
+
+if not _typing.TYPE_CHECKING:
+
+    def __getattr__(name):
+        from hardware.unknown_names import elsewhere
+
+        raise AttributeError(f"module 'hardware' has no attribute '{name}'{elsewhere(name)}")

@@ -6,11 +6,9 @@ Bad input (a negative size, an unknown chip, a wrong rank, a rate that is not fi
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
 
 
 class HardwareError(ValueError):
@@ -24,34 +22,6 @@ class HardwareError(ValueError):
       ...     print(fault)
       'v5e-7' is not a slice of v5e (the number counts chips); the nearest are v5e-1, v5e-4, v5e-8
     """
-
-
-FEW = 20  # attributes listed in a message
-
-
-class Attributes:
-    """A type whose unknown attributes are answered with what it has.
-
-    >>> from hardware import Torus
-    >>> try:
-    ...     Torus((4, 4)).distanse
-    ... except AttributeError as fault:
-    ...     print(fault)
-    Torus has no 'distanse'; did you mean 'distance'?
-    """
-
-    __slots__ = ()
-
-    if not TYPE_CHECKING:  # type checkers report unknown names
-
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("_"):  # protocols that probe for a method of this name
-                raise AttributeError(name)
-            known = [x for x in dir(self) if not x.startswith("_")]
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            hint = hint or (f"; it has {', '.join(known)}" if len(known) <= FEW else "")
-            raise AttributeError(f"{type(self).__name__} has no {name!r}{hint}")
 
 
 def whole(name: str, value: object, low: int = 0) -> int:
@@ -124,7 +94,7 @@ def wholes(name: str, values: object, low: int = 0) -> tuple[int, ...]:
       (4, 8)
     """
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise HardwareError(f"{name} must be a sequence of integers >= {low}, not {values!r}")
+        raise HardwareError(f"{name} must be a sequence of integers >= {low}, such as (4, 4), not {values!r}")
     try:
         items = tuple(values)
     except TypeError:  # a 0-d array has __iter__ but raises

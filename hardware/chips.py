@@ -19,8 +19,9 @@ from types import MappingProxyType
 from typing import Any
 
 from hardware.cells import chip_cell
-from hardware.checks import Attributes, HardwareError, amount, one_of, whole, wholes
+from hardware.checks import HardwareError, amount, one_of, whole, wholes
 from hardware.chip_figures import COMMON, FIGURES
+from hardware.unknown_names import Attributes
 
 _NAME = re.compile("[A-Za-z][A-Za-z0-9_]*")
 DTYPES = ("bf16", "int8", "fp8", "int4")

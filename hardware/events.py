@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from hardware.checks import HardwareError, amount, whole
 from hardware.torus import Torus
+from hardware.unknown_names import Attributes
 
 Array = NDArray[Any]
 Region = tuple[int | slice | NDArray[np.int64], ...]
@@ -110,7 +111,7 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class Traffic(Attributes):
     """Result of a simulation.
 
     Attributes:

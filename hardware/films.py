@@ -26,6 +26,7 @@ from hardware.drawing import axes_of, figure_of, write_animation
 from hardware.events import Links, Traffic
 from hardware.ring_plans import CollectivePlan
 from hardware.torus import Torus
+from hardware.unknown_names import Attributes
 
 FRAMES, MOST_FRAMES = 24, 10_000
 SHEET = 12  # frames on one sheet
@@ -36,7 +37,7 @@ IDLE = (0.82, 0.82, 0.82, 1.0)
 
 
 @dataclass(frozen=True)
-class FilmFrame:
+class FilmFrame(Attributes):
     """State of a torus over an interval of time.
 
     Attributes:
@@ -114,7 +115,7 @@ class FilmFrame:
 
 
 @dataclass(frozen=True)
-class Film:
+class Film(Attributes):
     """Frames in order of time."""
 
     frames: tuple[FilmFrame, ...]

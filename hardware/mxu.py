@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from numpy.typing import NDArray
 
 from hardware.checks import HardwareError, amount, one_of, whole
+from hardware.unknown_names import Attributes
 
 if TYPE_CHECKING:
     from hardware.systolic import Run
@@ -75,7 +76,7 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class MXU:
+class MXU(Attributes):
     """A weight-stationary array of `rows` x `columns` processing elements.
 
     Example:

@@ -31,6 +31,7 @@ from hardware.collectives import ALGORITHMS, Algorithm, Axis, count_parts
 from hardware.events import Links, Message, MessagePlan, Region, Traffic, simulate
 from hardware.numerics import COMBINE
 from hardware.torus import Torus
+from hardware.unknown_names import Attributes
 
 Array = NDArray[Any]
 Arrivals = dict[int, tuple[int, ...]]
@@ -41,7 +42,7 @@ HALVES = {1: slice(0, 1), -1: slice(1, 2)}  # half of a block by direction
 
 
 @dataclass
-class CollectivePlan:
+class CollectivePlan(Attributes):
     """Messages of one collective, and how to read every node's result from its memory afterwards."""
 
     torus: Torus

@@ -27,6 +27,7 @@ from hardware.cells import COLOURS
 from hardware.checks import HardwareError, amount, one_of, whole
 from hardware.collective_kinds import COLLECTIVE_KINDS, Phase
 from hardware.drawing import axes_of, figure_of, write_animation
+from hardware.unknown_names import Attributes
 
 Array = NDArray[Any]
 Held = tuple[tuple[Array | None, ...], ...]  # [node][block]; None: the node has no part of it
@@ -50,7 +51,7 @@ class BlockTransfer:
 
 
 @dataclass(frozen=True, eq=False)
-class RingStep:
+class RingStep(Attributes):
     """One step: all its transfers are simultaneous; `held` is each node's data afterwards, [node][block]."""
 
     number: int
@@ -68,7 +69,7 @@ class RingStep:
 
 
 @dataclass(frozen=True, eq=False)
-class RingRun:
+class RingRun(Attributes):
     """All steps of a collective, starting with its initial state; a notebook shows them one after the other.
 
     Attributes:

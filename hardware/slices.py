@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hardware.cells import slice_cell
-from hardware.checks import Attributes, HardwareError, whole
+from hardware.checks import HardwareError, whole
 from hardware.chips import CHIPS, Chip, as_chip, get_chip, true_name
 from hardware.damage import Damage, Link, damage_of, read_damage, remains
 from hardware.shapes import is_legal, shapes_of, wrap_of
 from hardware.torus import Coordinates, Torus
 from hardware.twisted import TwistedTorus, is_twistable
+from hardware.unknown_names import Attributes
 
 _NAME = re.compile(r"(?:([0-9]{1,9})\s*[*x]\s*)?([a-z][a-z0-9_]*)-([0-9]{1,9}(?:x[0-9]{1,9})*)(_twisted)?", re.ASCII)
 _WITHOUT = " without "

@@ -30,6 +30,7 @@ from hardware.checks import HardwareError, whole
 from hardware.drawing import axes_of, figure_of, write_animation
 from hardware.mxu import MXU, Mode, check_mode
 from hardware.registers import Registers
+from hardware.unknown_names import Attributes
 
 LABEL, CELL = 14, 11  # characters before the boxes, and per box
 SAVED = 24  # at most this many rows or columns in a saved frame
@@ -128,7 +129,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class State(Attributes):
     """Every register after one cycle; arrays are [rows, columns] unless said. -1 means empty.
 
     Attributes:
@@ -191,7 +192,7 @@ class State:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class Run(Attributes):
     """Result of a clocked run: y [M, N], the cycle in which each y left the array, total cycles."""
 
     y: Array

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hardware.checks import Attributes, HardwareError, whole, wholes
+from hardware.checks import HardwareError, whole, wholes
+from hardware.unknown_names import Attributes
 
 Coordinates = tuple[int, ...]
 

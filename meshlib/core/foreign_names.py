@@ -284,7 +284,8 @@ def _at_home(name: str) -> str:
         for known in (name, plain):
             if known in names and (known == name or home == "initializers"):
                 return f"{package}.{known}"
-    return ""
+    below = (package for package in ("hardware", "layouts") if name in vars(sys.modules[package]))
+    return next((f"{package}.{name}" for package in below if not name.startswith("_")), "")
 
 
 # Public packages in which a name is looked for that another of them does not have; "": meshlib itself.

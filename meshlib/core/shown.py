@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hardware.checks import Attributes
+from hardware.unknown_names import Attributes
 
 
 class Shown(Attributes):

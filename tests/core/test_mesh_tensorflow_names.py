@@ -214,3 +214,24 @@ def test_what_runs_return_is_shown_in_a_line() -> None:
     ):
         assert repr(value).startswith(text)
         assert len(repr(value)) <= 200
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("SystolicArray", "write hardware.MXU(rows, columns).run(weights, x)"),
+        ("all_reduce", "write hardware.ring_plans.all_reduce, or hardware.ring_steps.ring_steps('all_reduce', data)"),
+        ("Tours", "did you mean 'Torus'?"),
+    ],
+)
+def test_what_students_look_for_is_answered(name: str, text: str) -> None:
+    with pytest.raises(AttributeError, match=re.escape(text)):
+        getattr(hardware, name)
+
+
+def test_names_of_the_packages_below_are_answered() -> None:
+    with pytest.raises(AttributeError, match=r"'MXU'; write hardware.MXU"):
+        _ = mtf.MXU
+    run = hardware.MXU(2, 2).run(np.eye(2), np.eye(2))
+    with pytest.raises(AttributeError, match=r"Run has no 'plot'; it has cycles, .*save, state, "):
+        _ = run.plot  # type: ignore[attr-defined]
