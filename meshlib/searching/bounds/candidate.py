@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -37,7 +38,7 @@ from meshlib.program.records import Program, walk
 from meshlib.searching.bounds.core_time import CoreTime
 from meshlib.searching.bounds.critical_path import CriticalPath
 from meshlib.searching.bounds.dataflow import Flow
-from meshlib.searching.bounds.elements import NOTHING, ElementTraffic, Passing, is_product
+from meshlib.searching.bounds.elements import element_traffic, is_product
 from meshlib.searching.bounds.flow_tracing import flow_of, is_gradient
 from meshlib.searching.bounds.node_splits import NodeSplits
 from meshlib.searching.bounds.products import ProductKernel
@@ -74,7 +75,7 @@ class Bounds:
     """Lower bounds for all layouts of one program.
 
     Attributes:
-      kernels: for each kind of product, how many run per step, and their HBM traffic besides operands.
+      kernels: for each kind of product, its runs per step, their HBM traffic besides operands, and its smallest use.
       elements: HBM traffic of element-wise kernels per step, by the dims that can split a value, and its bytes.
       resident: number of variables, slots and inputs of each shape, scope and width in bytes.
       moments: bytes of stacked values by the dims that can split them, at several times; the peak is at least each.
@@ -84,7 +85,7 @@ class Bounds:
       alone: whether there is a single product, which runs without the losses of a whole program.
     """
 
-    kernels: Mapping[ProductKernel, tuple[int, Passing]]
+    kernels: Mapping[ProductKernel, tuple[int, float, float]]
     elements: Mapping[tuple[Names | None, int], int]
     resident: Mapping[tuple[Shape, str, float], int]
     moments: Sequence[Mapping[Names | None, int]]
@@ -104,27 +105,26 @@ class Bounds:
     def of(whole: Program, operations: Iterable[Operation], settled: bool = False) -> Bounds:
         """Bounds from the program lowered for one device, and all its operations; `settled` as of `Passages`."""
         passages = Passages.of(operations, settled)
-        kernels: dict[ProductKernel, tuple[int, Passing]] = {}
+        kernels: dict[ProductKernel, tuple[int, float, float]] = {}
         products = 0
         flow = flow_of(whole, passages)
-        contractions = {of.instruction: of for of, _ in flow.products}
-        reducible = {of.instruction for of, smaller in flow.products if smaller}
-        traffic = ElementTraffic.of(whole, passages, flow.full)
+        contractions = {of.instruction: (of, node.smaller, uses) for node, of, uses in flow.products}
         for i, program, times in walk(whole):
             if not isinstance(i, Compute) or not is_product(i):
                 continue
             products += 1
-            if i in reducible:
-                continue
-            dims = passages.split(*(v.tensor.shape for v in (*i.inputs, *i.outputs)))
-            attention = attention_of(program, i) if i.operation.opdef.scores else None
-            kind = ProductKernel(dims, "bf16", attention)
-            if attention is None:
-                of = contractions[i]
+            dims, beside = passages.split(*(v.tensor.shape for v in (*i.inputs, *i.outputs))), list[float]()
+            if i in contractions:
+                of, smaller, uses = contractions[i]
+                if smaller:
+                    continue
                 factors = of.factors(passages)
                 kind = ProductKernel(dims, mxu_dtype(i), None, of.untiled, factors, of.operands, of.sorted_rows)
-            count, beside = kernels.get(kind, (0, NOTHING))
-            kernels[kind] = count + times, beside.joined(traffic.beside.get(i, NOTHING), times)
+                beside = [min(use.sizes.values()) for use in uses]
+            else:
+                kind = ProductKernel(dims, "bf16", attention_of(program, i))
+            count, moved, smallest = kernels.get(kind, (0, 0.0, inf))
+            kernels[kind] = count + times, moved + times * sum(beside), min([smallest, *beside])
         held: Counter[tuple[Shape, str, float]] = Counter()
         for v in (*whole.variables.values(), *whole.inputs.values()):
             if not v.tensor.on_host:
@@ -141,7 +141,8 @@ class Bounds:
                     homes[v.tensor.shape, "slots"] += v.local_bytes
             moments.append(sizes)
             placed.append(homes)
-        return Bounds(kernels, traffic.elements, held, moments, placed, products < 2, flow, passages, whole.compiler)
+        elements = element_traffic(whole, passages, flow.full)
+        return Bounds(kernels, elements, held, moments, placed, products < 2, flow, passages, whole.compiler)
 
     # ------------------------------------------------------------ time
 
@@ -213,7 +214,7 @@ class Bounds:
         """Kernel times on a slice's chip; None if the chip cannot run a kernel, which the estimate will report."""
         chip = where.chip
         rounded, attention = [], []
-        for kernel, (count, _) in self.kernels.items():
+        for kernel, (count, *_) in self.kernels.items():
             if chip.peak(kernel.dtype) is None:
                 return None
             seconds = kernel.seconds(chip, self.physics) if kernel.attention is not None else (0.0, 0.0)
@@ -223,8 +224,8 @@ class Bounds:
         passing = [hbm_seconds(chip, size) for size in self.elements.values()] if self._moves(chip) else []
         elements = np.array(passing or [0.0] * len(self.elements))
         sizes = np.array([size for _, size in self.elements], float)
-        launches = sum(count for count, _ in self.kernels.values())
-        kinds = [(k, count, beside) for k, (count, beside) in self.kernels.items() if k.attention is None]
+        launches = sum(count for count, *_ in self.kernels.values())
+        kinds = [(k, *own) for k, own in self.kernels.items() if k.attention is None]
         chip_times = Times(chip, self.physics)
         products = SplitProducts(chip_times, kinds, self._moves(chip))
         return _Times(

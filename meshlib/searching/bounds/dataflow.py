@@ -61,14 +61,15 @@ class Node:
     """A producer of values. `placed`: the layout fixes its sharding; `splits`: one for each possible split; neither:
     its result may have any form.
 
-    `product`, `attention`: its computation; `reads`: operands in HBM; `held`: operands that are weights, with where the
-    layout places them; `loop`: the body of a loop with `trips` trips.
+    `product`, `attention`: its computation; `reads`: operands in HBM; `beside`: what else its kernel reads; `held`:
+    operands that are weights, with where the layout places them; `loop`: the body of a loop with `trips` trips.
     """
 
     placed: Placed | None = None
     splits: tuple[Split, ...] | None = None
     product: Contraction | None = None
     reads: Sequence[HbmUse] = ()
+    beside: Sequence[HbmUse] = ()
     held: Sequence[tuple[int, Placed]] = ()
     attention: ProductKernel | None = None
     loop: Flow | None = None
@@ -253,13 +254,13 @@ class Flow:
         return [*dict.fromkeys(use for v in values for use in self.uses.get(v, ()))]
 
     @property
-    def products(self) -> Iterator[tuple[Contraction, bool]]:
-        """All products, those in loops included, and whether smaller ones may replace them."""
-        for node in self.nodes:
+    def products(self) -> Iterator[tuple[Node, Contraction, Sequence[HbmUse]]]:
+        """The nodes of all products, those in loops included, with what their kernels move besides operands."""
+        for node, written in zip(self.nodes, self.written, strict=True):
             if node.loop is not None:
                 yield from node.loop.products
             elif node.product is not None:
-                yield node.product, node.smaller
+                yield node, node.product, [*written, *node.beside]
 
     @cached_property
     def written(self) -> Sequence[Sequence[HbmUse]]:

@@ -9,8 +9,8 @@ left out; so are values that may stay on the chip between kernels.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from meshlib.core.opdef import Kind
 from meshlib.estimation.work.hbm_traffic import boundary_of
@@ -21,54 +21,19 @@ from meshlib.program.instructions import Compute, Instruction, Loop, Value
 from meshlib.program.records import Program
 from meshlib.searching.renamed_dims import Names, Passages
 
-
-@dataclass(frozen=True)
-class Passing:
-    """Values passed between kernels: total bytes, and bytes of the smallest."""
-
-    bytes: int = 0
-    smallest_bytes: float = inf
-
-    def with_value(self, size_bytes: int) -> Passing:
-        """With another value."""
-        return Passing(self.bytes + size_bytes, min(self.smallest_bytes, size_bytes))
-
-    def joined(self, other: Passing, times: int) -> Passing:
-        """With other values that are passed `times` times."""
-        return Passing(self.bytes + times * other.bytes, min(self.smallest_bytes, other.smallest_bytes))
+# Traffic by the dims along which a value may be split, and its bytes.
+ElementTraffic: TypeAlias = dict[tuple[Names | None, int], int]
 
 
-NOTHING = Passing()
-
-
-@dataclass(frozen=True)
-class ElementTraffic:
-    """HBM traffic between kernels on one device.
-
-    Attributes:
-      elements: traffic of all element-wise kernels in a step, by the dims along which a value may be split, and its
-        bytes.
-      beside: for one run of each product or attention, its results for other kernels, and the operands of element-wise
-        work in its kernel.
-    """
-
-    elements: dict[tuple[Names | None, int], int] = field(default_factory=dict)
-    beside: dict[Instruction, Passing] = field(default_factory=dict)
-
-    @staticmethod
-    def of(whole: Program, passages: Passages, full: Container[Value]) -> ElementTraffic:
-        """Traffic of a program on one device; only values in `full`, which have no smaller factors, are counted."""
-        traffic = ElementTraffic()
-        for product, uses, times in _kernels(whole, whole.memory_plan.in_place, 1):
-            for v, size_bytes in uses:
-                if v not in full:
-                    continue
-                if product is None:
-                    kind = passages.split(v.tensor.shape), size_bytes
-                    traffic.elements[kind] = traffic.elements.get(kind, 0) + times * size_bytes
-                else:
-                    traffic.beside[product] = traffic.beside.get(product, NOTHING).with_value(size_bytes)
-        return traffic
+def element_traffic(whole: Program, passages: Passages, full: Container[Value]) -> ElementTraffic:
+    """Traffic of element-wise kernels in a step of a program on one device: of values in `full`, which have no smaller
+    factors."""
+    traffic: ElementTraffic = {}
+    for v, size_bytes, times in _passed(whole, whole.memory_plan.in_place, 1):
+        if v in full:
+            kind = passages.split(v.tensor.shape), size_bytes
+            traffic[kind] = traffic.get(kind, 0) + times * size_bytes
+    return traffic
 
 
 def is_product(i: Instruction) -> bool:
@@ -76,33 +41,53 @@ def is_product(i: Instruction) -> bool:
     return isinstance(i, Compute) and (i.operation.opdef.kind is Kind.CONTRACTION or bool(i.operation.opdef.scores))
 
 
-def _kernels(
+def _passed(
     program: Program, in_place: frozenset[Value], times: int, loop: Loop | None = None
-) -> Iterator[tuple[Instruction | None, list[tuple[Value, int]], int]]:
-    """For each kernel, those in loops included: its product, if any; values passed through HBM besides the product's
-    operands, with bytes; and runs per step."""
+) -> Iterator[tuple[Value, int, int]]:
+    """For each element-wise kernel, those in loops included: values passed to or from others, bytes, runs per step."""
     stored = Stored(program, loop)
     for members in kernels_of(program):
         first = members[0]
         if isinstance(first, Loop):
-            yield from _kernels(first.body, written_inside(first, in_place), first.runs(times), first)
-        elif all(isinstance(i, Compute) for i in members):
-            product = next((i for i in members if is_product(i)), None)
-            operands = _operands(product, members, stored) if product is not None else frozenset()
-            uses = boundary_of(members, stored, in_place)
-            yield product, [(u.buffer, u.exact_bytes) for u in uses if u.passes and u.buffer not in operands], times
+            yield from _passed(first.body, written_inside(first, in_place), first.runs(times), first)
+        elif all(isinstance(i, Compute) and not is_product(i) for i in members):
+            yield from ((u.buffer, u.exact_bytes, times) for u in boundary_of(members, stored, in_place) if u.passes)
 
 
-def temporaries_of(program: Program, loop: Loop | None = None) -> dict[Instruction, float]:
-    """For each product of a program, or of the body of `loop`, bytes of the largest temporary that its kernel reads for
-    its operands, from wherever a collective may bring them: an operand, or the values from which it is computed."""
-    stored, largest_of = Stored(program, loop), {}
+@dataclass(frozen=True)
+class Temporaries:
+    """Temporaries that a product's kernel reads: `operands`: bytes of all from which it computes each; `others`: of the
+    rest; `largest_bytes`: of the largest for operands, from wherever a collective may bring them."""
+
+    largest_bytes: float
+    operands: Sequence[Mapping[Value, int]]
+    others: Mapping[Value, int]
+
+    def further_bytes(self, full: Container[Value]) -> list[int]:
+        """Of those in `full`, bytes of each but the largest for each operand; none if operands have some in common."""
+        first, second = ([size for v, size in own.items() if v in full] for own in self.operands)
+        others = [size for v, size in self.others.items() if v in full]
+        common = not self.operands[0].keys().isdisjoint(self.operands[1])
+        return [] if common else [*sorted(first)[:-1], *sorted(second)[:-1], *others]
+
+
+def temporaries_of(program: Program, loop: Loop | None = None) -> dict[Instruction, Temporaries]:
+    """For each product of a program, or of the body of `loop`, the temporaries that its kernel reads."""
+    stored, of_product = Stored(program, loop), {}
+    in_place = (program if loop is None else loop).memory_plan.in_place
     for members in kernels_of(program):
         maker = {y: i for i in members for y in i.outputs}
         known: dict[Value, float] = {}
-        for product in filter(is_product, members):
-            largest_of[product] = max(_largest_temporary(x, maker, stored, known) for x in product.inputs[:2])
-    return largest_of
+        products = [*filter(is_product, members)]
+        uses = boundary_of(members, stored, in_place) if products else []
+        left = {u.buffer: u.exact_bytes for u in uses if u.passes and not u.written}
+        for product in products:
+            largest = max(_largest_temporary(x, maker, stored, known) for x in product.inputs[:2])
+            behind = [_behind(x, members, stored) for x in product.inputs[:2]]
+            operands = [{v: size for v, size in left.items() if v in own} for own in behind]
+            left = {v: size for v, size in left.items() if not any(v in own for own in behind)}
+            of_product[product] = Temporaries(largest, operands, left if product is products[-1] else {})
+    return of_product
 
 
 def _largest_temporary(
@@ -122,9 +107,9 @@ def _largest_temporary(
     return known[x]
 
 
-def _operands(product: Instruction, members: Sequence[Instruction], stored: Stored) -> frozenset[Value]:
-    """Buffers that a product reads directly, or through computations of its own kernel."""
-    behind = set(product.inputs)
+def _behind(value: Value, members: Sequence[Instruction], stored: Stored) -> frozenset[Value]:
+    """Buffers that a kernel reads for a value, directly or through computations of its own."""
+    behind = {value}
     for i in reversed(members):
         if not behind.isdisjoint(i.outputs):
             behind.update(i.inputs)

@@ -20,7 +20,7 @@ from meshlib.program.analysis.work import local_types
 from meshlib.program.instructions import Compute, Instruction, Loop, Resident, Value
 from meshlib.program.records import Program
 from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, HbmUse, Node, Placed, Split, ValueUse
-from meshlib.searching.bounds.elements import temporaries_of
+from meshlib.searching.bounds.elements import Temporaries, temporaries_of
 from meshlib.searching.bounds.products import Contraction, ProductKernel
 from meshlib.searching.renamed_dims import Passages
 
@@ -66,7 +66,7 @@ class _Maker:
     program: Program
     passages: Passages
     given: Mapping[Value, Placed]
-    temporaries: Mapping[Instruction, float]  # product -> bytes
+    temporaries: Mapping[Instruction, Temporaries]  # of each product
     nodes: list[Node] = field(default_factory=list)
     edges: list[list[Edge]] = field(default_factory=list)
     reached: dict[Value, list[_Reach]] = field(default_factory=dict)
@@ -171,10 +171,12 @@ class _Maker:
             for x in i.inputs[:2]:
                 least = {self.passages.split(x.tensor.shape): float(x.local_size)}
                 self.reached[x] = [replace(r, sizes=_smaller(r.sizes, least)) for r in self.reached.get(x, ())]
-        product = Contraction.of(self.program, i, self.origins, self.early, self.temporaries[i])
+        read = self.temporaries[i]
+        product = Contraction.of(self.program, i, self.origins, self.early, read.largest_bytes)
         held = [] if laid else self._held(i)
         node = Node(
             splits=splits, product=product, reads=self._reads(i), held=held, smaller=not full, laid=laid,
+            beside=[HbmUse({None: size}, False) for size in read.further_bytes(self.full)],
             elements_per_flop=_elements_per_flop(i),
         )  # fmt: skip
         number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.opdef.linear(op).operands)

@@ -6,7 +6,7 @@ Each mesh axis splits a product along one of its dims, or not at all. Over a dim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -33,11 +33,11 @@ KINDS = ("", GATHER, SCATTER, REDUCE, SWAP)
 
 
 class ProductTraffic(NamedTuple):
-    """Lower bounds on the HBM traffic of a product, in bytes: all; the part that the program computes; its result."""
+    """Lower bounds on the HBM traffic of a product, in bytes: all; what the program computes; what is no operand."""
 
     moved_bytes: float
     late_bytes: float
-    written_bytes: float
+    beside_bytes: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,24 +146,28 @@ class NodeSplits:
         seconds: tuple[Floats, Floats] | None = self.shared.get(key)
         if seconds is None:
             joint = [*product(*(o.numbers for o in each))]
-            seconds = self.shared[key] = self.joint_seconds(node, joint, traffic)
+            seconds = self.shared[key] = self.joint_seconds(node, joint, lambda summed: traffic)
         return seconds
 
-    def traffic(self, flow: Flow, number: int, devices: int | None = None) -> ProductTraffic:
-        """The HBM traffic of a product; given `devices`, its part if all of them split every operand and result."""
+    def traffic(self, flow: Flow, number: int, devices: int | None = None, summed: int = 1) -> ProductTraffic:
+        """The HBM traffic of a product; given `devices`, its part if all of them split every operand and result.
+
+        summed: the number of devices among them that have parts of one sum, and so the same elements of the result.
+        """
         node = flow.nodes[number]
         if node.product is None:
             return ProductTraffic(0.0, 0.0, 0.0)
-        written = sum(self._moved_bytes(use, devices) for use in flow.written[number])
-        late = written + sum(self._moved_bytes(use, devices) for use in node.reads if not use.early)
+        beside = sum(self._moved_bytes(use, devices and devices // summed) for use in flow.written[number])
+        beside += sum(self._moved_bytes(use, devices) for use in node.beside)
+        late = beside + sum(self._moved_bytes(use, devices) for use in node.reads if not use.early)
         moved = late + sum(self._moved_bytes(use, devices) for use in node.reads if use.early)
-        return ProductTraffic(moved, late, written)
+        return ProductTraffic(moved, late, beside)
 
     def joint_seconds(
-        self, node: Node, joint: Sequence[Sequence[int | None]], traffic: ProductTraffic
+        self, node: Node, joint: Sequence[Sequence[int | None]], traffic: Callable[[int], ProductTraffic]
     ) -> tuple[Floats, Floats]:
         """Seconds of a product or attention under joint options of all axes, and its earliest end if the program starts
-        at 0."""
+        at 0. `traffic`: given the number of devices that have parts of one sum."""
         cuts = [self._cuts(numbers) for numbers in joint]
         chip = self.candidate.slice.chip
         if node.attention is not None:
@@ -178,9 +182,11 @@ class NodeSplits:
         if unknown or chip.peak(node.product.whole.dtype) is None:
             return np.zeros(len(cuts)), np.zeros(len(cuts))
         moves = self.physics.block_edge > 0 and not chip.cmem_bytes
+        sums = [n for n, s in enumerate(node.splits or ()) if s.output is None and not s.free]
+        summed = [prod(c.get(n, 1) for n in sums) for c in cuts]
+        traffic_of = {n: traffic(n) for n in set(summed)}
         parts = (node.product.timed(chip, self.physics, c, moves, node.laid) for c in cuts)
-        times = [part.seconds(*traffic) for part in parts]
-        busy, since_start = np.array(times).T
+        busy, since_start = np.array([part.seconds(*traffic_of[n]) for part, n in zip(parts, summed, strict=True)]).T
         return busy + chip.launch_seconds, since_start + chip.launch_seconds
 
     def _cuts(self, numbers: Sequence[int | None]) -> dict[int, int]:

@@ -199,19 +199,19 @@ class Timed:
     rate: float
     awaited_seconds: float = 0.0
 
-    def seconds(self, moved_bytes: float, late_bytes: float, written_bytes: float) -> tuple[float, float]:
+    def seconds(self, moved_bytes: float, late_bytes: float, beside_bytes: float) -> tuple[float, float]:
         """Lower bounds on the seconds from launch to end, and from the start of a program to the end, without prefetch.
 
         Args:
           moved_bytes: lower bound on its HBM traffic; late_bytes: the part of it that the program computes, of which
-            written_bytes are its result.
+            beside_bytes are no operands.
         """
         if not self.exposed:
             return self.core_seconds, self.core_seconds
         late, bare = float("inf"), moved_bytes
         for exposed, early in self.exposed:
             late, bare = min(late, min(exposed, moved_bytes) - early), min(bare, exposed)
-        over_hbm = max(late_bytes / self.rate, self.awaited_seconds + written_bytes / self.rate)
+        over_hbm = max(late_bytes / self.rate, self.awaited_seconds + beside_bytes / self.rate)
         busy = max(self.core_seconds + max(0.0, late) / self.rate, over_hbm)
         return busy, self.core_seconds + bare / self.rate
 

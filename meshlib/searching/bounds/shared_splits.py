@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from math import prod
 from typing import Any, TypeAlias
@@ -124,7 +124,7 @@ class Batch:
         own = []
         for place, (_, sizes, _) in enumerate(distinct):
             splits = self.splits[int(np.argmax(index == place))]
-            traffic = splits.traffic(flow, number, prod(sizes))
+            traffic = partial(splits.traffic, flow, number, prod(sizes))
             own.append(self._joint_seconds(node, splits, options, sizes, traffic))
         seconds: Floats = np.array(own)[index]
         for axis in range(self.count):
@@ -172,10 +172,15 @@ class Batch:
         return dims
 
     def _joint_seconds(
-        self, node: Node, splits: NodeSplits, options: Options, sizes: tuple[int, ...], traffic: ProductTraffic
+        self,
+        node: Node,
+        splits: NodeSplits,
+        options: Options,
+        sizes: tuple[int, ...],
+        traffic: Callable[[int], ProductTraffic],
     ) -> Floats:
         """Seconds for [option of each axis]."""
-        key = node, options.numbers, sizes, traffic
+        key = node, options.numbers, sizes
         seconds: Floats | None = self.shared.get(key)
         if seconds is None:
             chosen = np.array([*product(options.numbers, repeat=len(sizes))], object).reshape(-1, len(sizes))

@@ -11,7 +11,6 @@ from typing import TypeAlias
 from hardware.core import vpu_rate
 from hardware.memory import hbm_seconds
 from meshlib.estimation.time.kernel_times import Times
-from meshlib.searching.bounds.elements import Passing
 from meshlib.searching.bounds.products import SIDES, ProductKernel, product_seconds
 
 Splits: TypeAlias = tuple[tuple[frozenset[str], int], ...]  # for each axis, the dims that it may split, and its size
@@ -23,12 +22,12 @@ NO_SIDE = len(SIDES)
 class SplitProducts:
     """Products of one program on one chip.
 
-    `kernels`: each kind with its runs per step, and their HBM traffic besides operands; `moves`:
+    `kernels`: each kind with its runs per step, their HBM traffic besides operands, and its smallest use; `moves`:
     whether values between kernels pass through HBM unless they fit on the chip.
     """
 
     times: Times
-    kernels: Sequence[tuple[ProductKernel, int, Passing]]
+    kernels: Sequence[tuple[ProductKernel, int, float, float]]
     moves: bool
     _sides: dict[tuple[frozenset[str], int], list[int]] = field(default_factory=dict)  # a number for each kernel
     _numbers: dict[tuple[tuple[int, ...], int], int] = field(default_factory=dict)  # of (sides, axis size) pairs
@@ -40,7 +39,7 @@ class SplitProducts:
         """Seconds of all products in a step, without launches."""
         total = 0.0
         chosen = [self._sides_of(dims, size) for dims, size in splits if size > 1]
-        for n, (_, count, _) in enumerate(self.kernels):
+        for n, (_, count, *_) in enumerate(self.kernels):
             axes = tuple(sorted([sides[n] for sides in chosen]))
             least = self._least.get((n, axes))
             if least is None:
@@ -53,7 +52,7 @@ class SplitProducts:
         numbers = self._sides.get((dims, size))
         if numbers is None:
             numbers = []
-            for kernel, _, _ in self.kernels:
+            for kernel, *_ in self.kernels:
                 key = _splittable_sides(kernel, dims, size), size
                 if key not in self._numbers:
                     self._numbers[key] = len(self._axes)
@@ -77,7 +76,7 @@ class SplitProducts:
 
     def _part_seconds(self, n: int, cuts: Cuts) -> float:
         """One device's part: the longer of computation, and of HBM traffic that nothing can prefetch."""
-        kernel, count, beside = self.kernels[n]
+        kernel, count, beside_bytes, smallest_bytes = self.kernels[n]
         chip = self.times.chip
         if kernel.factors is None:
             rate = chip.peak_flops(kernel.dtype) / chip.devices_per_chip * chip.mxu_efficiency
@@ -90,8 +89,8 @@ class SplitProducts:
         if kernel.operands is None or not self.moves:
             return seconds
         awaited = kernel.operands.cut(stored, prod(cuts)).awaited_seconds(self.times)
-        stays = beside.smallest_bytes / prod(cuts) <= self.times.held_bytes
-        return max(seconds, awaited + (0.0 if stays else hbm_seconds(chip, beside.bytes / count / prod(cuts))))
+        stays = smallest_bytes / prod(cuts) <= self.times.held_bytes
+        return max(seconds, awaited + (0.0 if stays else hbm_seconds(chip, beside_bytes / count / prod(cuts))))
 
 
 def _splittable_sides(kernel: ProductKernel, dims: frozenset[str], size: int) -> tuple[int, ...]:
