@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 import meshlib as mtf
+from meshlib.core.loop_record import Active
 from meshlib.models.serving import Step
+from meshlib.ops.control.branches import branch
 from meshlib.searching.bounds.least_memory import LeastMemory
 from tests.effort import each
 
@@ -73,6 +75,17 @@ def renamed_for_loops(x: mtf.Tensor) -> mtf.Tensor:
     return mtf.einsum([total, mtf.variable("row", [D[1]])], [D[3]])
 
 
+def carried(x: mtf.Tensor) -> mtf.Tensor:
+    """Of two carries, the one that begins with a product is written over it, the one with zeros in new memory."""
+
+    def trip(carries: Any, _: Any) -> tuple[Any, Any]:
+        return (mtf.sin(carries[0]), carries[1] + carries[0]), ()
+
+    begin = product(x, "first")
+    (y, z), _ = mtf.scan(trip, [begin, mtf.zeros(begin.shape)], [], mtf.Dimension("trips", 2))
+    return mtf.einsum([y, mtf.variable("row", [D[1]])], [D[0]]) + mtf.reduce_sum(z, output_shape=[D[0]])
+
+
 def computed_again(x: mtf.Tensor) -> mtf.Tensor:
     """A mask of positions, which each loop may compute again, is not in memory between loops."""
     mask = mtf.cast(mtf.less(mtf.range(D[0]) * SIDE, mtf.range(D[1])), "float32")
@@ -84,7 +97,7 @@ def computed_again(x: mtf.Tensor) -> mtf.Tensor:
     ("build", "blocks", "exact"),
     [
         (read_again, 2, 2), (written_over, 2, 3), (aliases, 2, 3), (summed, 2, 2), (renamed_for_loops, 2, 3),
-        (computed_again, 1, 3),
+        (computed_again, 1, 3), (carried, 2, 3),
     ],
 )  # fmt: skip
 def test_live_blocks(build: Callable[[mtf.Tensor], mtf.Tensor], blocks: int, exact: int) -> None:
@@ -114,6 +127,28 @@ def test_a_variable_that_is_updated_in_two_parts_is_in_memory_once() -> None:
         program = mtf.lower({"total": total}, updates, mesh="device:1")
     bound = LeastMemory.of([total], updates).peak_bytes(mtf.LayoutRules(""), mtf.Mesh("device:1"))
     assert 0 < program.memory.peak_bytes - bound < BLOCK
+
+
+def test_branches_in_sequence_update_a_carry_in_its_memory() -> None:
+    stage = mtf.Dimension("stage", 1)
+    active = Active("stage", ((0,), (0,)), 1)
+
+    def half_updated(given: Any) -> Any:
+        return [mtf.update_slice(given[0], half_of(mtf.sin(given[0])), D[0], 0)], []
+
+    def trip(carries: Any, _: Any) -> tuple[Any, Any]:
+        mask = mtf.less(mtf.range(stage), 1)
+        once = branch("one", half_updated, carries, mask, active)
+        return branch("other", half_updated, once.carries, mask, active).carries, ()
+
+    with mtf.Graph():
+        (y,), _ = mtf.scan(trip, [product(mtf.input("x", [D[0], D[1]]), "first")], [], mtf.Dimension("trips", 2))
+        total = mtf.einsum([y, mtf.variable("row", [D[1]])], [D[0]])
+        program = mtf.lower({"total": total}, mesh="device:1")
+    least = LeastMemory.of([total], [])
+    state = least.state_bytes(mtf.LayoutRules(""), mtf.Mesh("device:1"))
+    assert least.peak_bytes(mtf.LayoutRules(""), mtf.Mesh("device:1")) - state == BLOCK
+    assert BLOCK < program.memory.peak_bytes - state < 2 * BLOCK
 
 
 def test_scores_of_all_layers_of_a_trip_are_live_where_they_are_computed_again() -> None:

@@ -30,21 +30,21 @@ class LiveSet:
 
     Attributes:
       paths: of each, one tensor at least; ending: those whose tensor may be read last by the operation's kernel.
-      stacks: a loop's results in new memory; product: a path from the result of a product to a kernel, one tensor of
+      fresh: a loop's results in new memory; product: a path from the result of a product to a kernel, one tensor of
       which is in memory too, possibly written over that of an ending path.
       inside: live sets of a loop's body.
     """
 
     paths: Sequence[Path]
     ending: Sequence[Path] = ()
-    stacks: Sequence[Tensor] = ()
+    fresh: Sequence[Tensor] = ()
     product: Path = ()
     inside: Sequence[LiveSet] = ()
 
     def least_bytes(self, part_bytes: PartBytes, inside: bool) -> float:
         """The fewest bytes, if the shards of tensors have these; `inside`: with those of a loop's body."""
         ending = [min(map(part_bytes, path)) for path in self.ending]
-        total = sum(min(map(part_bytes, path)) for path in self.paths) + sum(ending) + sum(map(part_bytes, self.stacks))
+        total = sum(min(map(part_bytes, path)) for path in self.paths) + sum(ending) + sum(map(part_bytes, self.fresh))
         total += max(0.0, min(map(part_bytes, self.product), default=0.0) - max(ending, default=0.0))
         return total + max((m.least_bytes(part_bytes, True) for m in self.inside if inside), default=0.0)
 
@@ -156,7 +156,7 @@ class _Flow:
                 paths.append(path)
                 used.update(self.root[t] for t in path)
         if op.loop is not None:
-            return LiveSet(paths, stacks=self._stacks(op, used), inside=self._inside(op))
+            return LiveSet(paths, fresh=self._fresh(op, used), inside=self._inside(op))
         kernels = self.kernels & self.later[n] & ~(1 << n)  # which read what survives the operation
         lasting = {path: bool(self.readers[path[-1]] & kernels) for path in paths}
         ending = [path for path, lasts in lasting.items() if not lasts]
@@ -164,13 +164,15 @@ class _Flow:
         product = next((path for path, _ in kept if self.readers.get(path[-1], 0) & kernels), ())
         return LiveSet([path for path, lasts in lasting.items() if lasts], ending, product=product)
 
-    def _stacks(self, op: Operation, used: Collection[Tensor]) -> list[Tensor]:
-        """The results that a loop stacks in new memory, not over a stack that it reads."""
+    def _fresh(self, op: Operation, used: Collection[Tensor]) -> list[Tensor]:
+        """The results of a loop in new memory: no carries over initial values, no stacks over those that it reads."""
         loop = op.loop
         assert loop is not None
+        carried = zip(op.outputs, self.simple.inputs[op][: loop.carries], strict=False)
         stacked = zip(op.outputs[loop.carries :], loop.stacked, strict=True)
-        fresh = (y for y, t in stacked if not _shares_memory(t.operation) and self.simple.uses.get(y))
-        return [y for y in fresh if self.root[y] not in self.elsewhere and self.root[y] not in used]
+        fresh = [y for y, begin in carried if self.root[begin] not in used]
+        fresh += [y for y, t in stacked if not _shares_memory(t.operation)]
+        return [y for y in fresh if self.simple.uses.get(y) and self.root[y] not in self.elsewhere | {*used}]
 
     def _inside(self, op: Operation) -> list[LiveSet]:
         """The live sets of a loop's body, without results that nothing uses."""
