@@ -28,6 +28,7 @@ Scope: TypeAlias = tuple[int, ...]  # variables, ascending
 Positions: TypeAlias = dict[tuple[int, ...], int]
 T = TypeVar("T")
 
+SWEPT = 20  # times that bounding a variable reads its tables; eliminating it must take less
 MOST_NEIGHBOURS = 40  # of an eliminated variable, limited by the number of array axes
 
 
@@ -261,6 +262,9 @@ class Elimination:
         def note(changed: Iterable[int]) -> None:
             for u in changed:
                 width = self.width(u)
+                own = sum([self.tables[scope].size for scope in self.of[u]]) if width > limit else 0
+                if width <= min(self.size[u], SWEPT) * own:
+                    width = limit  # the result is no larger than the tables, which would be swept as often
                 if width != widths.get(u):
                     widths[u] = width
                     heappush(queue, (width, u))
