@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import TypeAlias
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -26,9 +27,12 @@ from tests.lowering.pairs import FAMILIES, Pair, pair
 
 SAME = 1.0001
 
+# A pair: its number, family and text, the comparison, and the seconds it took.
+Measured: TypeAlias = tuple[int, str, str, Comparison, float]
 
-def measured(task: tuple[int, str | None]) -> tuple[int, str, str, Comparison, float]:
-    """One pair: its number, family and text, what was found, and the seconds it took."""
+
+def measured(task: tuple[int, str | None]) -> Measured:
+    """The comparison of one pair."""
     number, family = task
     begin = time.perf_counter()
     p = pair(number, family)
@@ -73,16 +77,27 @@ def main() -> None:
         return
     first = args.seed * 100_000
     tasks = [(n, args.family) for n in range(first, first + args.pairs)]
-    results: Iterable[tuple[int, str, str, Comparison, float]]
     if args.workers > 1:
         with ProcessPoolExecutor(args.workers) as pool:
-            results = list(pool.map(measured, tasks, chunksize=4))
+            results = counted(pool.map(measured, tasks, chunksize=4), len(tasks))
     else:
-        results = [measured(task) for task in tasks]
-    report(list(results), args.worst)
+        results = counted(map(measured, tasks), len(tasks))
+    report(results, args.worst)
 
 
-def report(results: list[tuple[int, str, str, Comparison, float]], worst: int) -> None:
+def counted(results: Iterable[Measured], count: int) -> list[Measured]:
+    """All results; as each comes, the error stream shows how many pairs are done, and how many are above the least."""
+    done: list[Measured] = []
+    for each in results:
+        done.append(each)
+        known = [r[3] for r in done if r[3].known]
+        above = sum(c.cost_ratio > SAME for c in known)
+        print(f"\r{len(done)} of {count} pairs, {len(known)} known, {above} above", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return done
+
+
+def report(results: list[Measured], worst: int) -> None:
     """The table, then the worst."""
     print("                          by cost: within   above    above  | by bytes: within  above   above   bytes over")
     print("family       pairs given up  1.0001    1.25     1.5         1.0001    1.25     1.5    the fewest")
