@@ -91,6 +91,8 @@ class WholeRunOptions:
 
 
 NOTHING = WholeRunOptions({})
+QUICK = 2  # mesh axes: layouts of more take long to lower
+AMPLE = 0.5  # of the memory: where more is certainly used outside of loops, the most rematerialisation is tried first
 
 
 def planned(
@@ -133,29 +135,29 @@ def plans_of(
 
     Without `remat`, a model's layouts are tried with the least rematerialisation that fits. A layout that cannot fit is
     not lowered, and one that does not fit has no estimate, unless the user `named` it. Where no batch fits, that of
-    the plan that needs the least memory.
+    the plan that needs the least memory. The layout of each batch that is likeliest to fit is tried before all others.
     """
     tried: list[_Tries] = []
     levels: list[dict[str, object]] = [{"remat": level} for level in ([remat] if remat else REMAT)]
     for subject, layouts in batches:
         choices = levels if subject.config is not None else [{}]
         is_named = named or len(layouts) * len(choices) == 1
-        tries = _Tries(subject, where, choices, asked, is_named, progress, len(layouts))
-        tried.append(tries)
-        for name, mesh in layouts:
-            tries.usual(name, mesh)
+        tried.append(_Tries(subject, where, choices, asked, is_named, progress, layouts, tried))
+        if tried[-1].likeliest():
+            break
+    for tries in tried:
+        tries.rest()
         if tries.fastest < inf:
             tries.faster()
-            break
-    else:
-        _closest(tried)
+            return tries.subject, tries.shown
+    _closest(tried)
     best = min(tried, key=lambda tries: min(plan.order for plan in tries.plans))
-    return best.subject, sorted(best.shown, key=lambda p: p.order)
+    return best.subject, best.shown
 
 
 def _closest(tried: Sequence[_Tries]) -> None:
     """Where none fits, lower those that may need the least memory of all that their bounds excluded."""
-    tried[0].show("; none fits")
+    tried[0].show("none fits")
     excluded = [(plan.order, n, plan) for n, tries in enumerate(tried) for plan in tries.plans if plan.least_bytes]
     for _, n, plan in sorted(excluded, key=lambda each: each[:2]):
         tries = tried[n]
@@ -174,7 +176,10 @@ def with_more_rematerialisation(subject: Subject, where: Slice, plans: Sequence[
 
 @dataclass
 class _Tries:
-    """Layouts tried in turn, each with the first of `choices`, the most rematerialisation, or with later ones."""
+    """Layouts tried in turn, each with the first of `choices`, the most rematerialisation, or with later ones.
+
+    `batches`: the tries of all batches, the largest first.
+    """
 
     subject: Subject
     where: Slice
@@ -182,31 +187,70 @@ class _Tries:
     asked: WholeRunOptions
     named: bool
     progress: Callable[[int, int, str], None]
-    count: int
+    layouts: Sequence[tuple[str, str]]
+    batches: Sequence[_Tries]
     plans: list[PlannedLayout] = field(default_factory=list)
-    _lightened: set[tuple[str, str]] = field(default_factory=set)
+    waiting: list[tuple[str, str]] = field(default_factory=list)  # layouts not tried yet, or with the most alone
+    _most: dict[tuple[str, str], bool] = field(default_factory=dict)
+    _lightened: dict[tuple[str, str], bool] = field(default_factory=dict)
 
     @property
     def shown(self) -> list[PlannedLayout]:
-        """The plans without those of a layout that its bounds exclude with less rematerialisation than fits."""
+        """The plans, best first, without those of a layout that its bounds exclude with less rematerialisation than
+        fits."""
         fitting = {(plan.name, plan.mesh) for plan in self.plans if plan.fits}
         first = self.choices[0]
-        return [p for p in self.plans if p.choices == first or not p.least_bytes or (p.name, p.mesh) in fitting]
+        shown = [p for p in self.plans if p.choices == first or not p.least_bytes or (p.name, p.mesh) in fitting]
+        return sorted(shown, key=lambda p: p.order)
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of one device."""
+        return self.where.usable_hbm_bytes_per_device
 
     @property
     def fastest(self) -> float:
         """The shortest step of the layouts that fit."""
         return min((plan.est.step_seconds for plan in self.plans if plan.est and plan.fits), default=inf)
 
+    def likeliest(self) -> bool:
+        """Try the layout with the least bound, the quicker one of several; returns whether it fits."""
+        least = {} if self.named else {each: self._least_bytes(*each, self.choices[0]) for each in self.layouts}
+        order = sorted(least, key=lambda each: (least[each], len(Mesh(each[1])) > QUICK)) or self.layouts
+        layout, *self.waiting = order
+        if least.get(layout, inf) > self.capacity or not self._is_tight(*layout):
+            self.usual(*layout)
+        elif not self.most(*layout):
+            self.waiting.append(layout)
+        return self.fastest < inf
+
+    def rest(self) -> None:
+        """Try the other layouts."""
+        for layout in self.waiting:
+            self.usual(*layout)
+
     def usual(self, name: str, mesh: str) -> None:
-        """Try a layout: until one fits with the least rematerialisation, later with the most."""
-        first, fits = self.choices[0], self.fastest < inf
+        """Try a layout: until one fits with the least rematerialisation that may fit, later with the most.
+
+        The most goes first, too, where much of the memory is certainly used: then less probably does not fit.
+        """
         if self.named:
-            self.add(name, mesh, first)
-        elif self.excluded(name, mesh, first, lighter=True) or (not fits and self.lighter(name, mesh)):
-            return
-        elif not self.excluded(name, mesh, first):
-            self.add(name, mesh, first)
+            self.most(name, mesh)
+        elif not self.excluded(name, mesh, self.choices[0], lighter=True):
+            first = self.fastest < inf or self._is_tight(name, mesh)
+            if not (first and self.most(name, mesh)) and not self.lighter(name, mesh):
+                self.most(name, mesh)
+
+    def most(self, name: str, mesh: str) -> bool:
+        """Try a layout with the most rematerialisation unless it cannot fit; returns whether it fits."""
+        if (name, mesh) not in self._most:
+            may = self.named or not self.excluded(name, mesh, self.choices[0])
+            self._most[name, mesh] = may and self.add(name, mesh, self.choices[0]).fits
+        return self._most[name, mesh]
+
+    def _is_tight(self, name: str, mesh: str) -> bool:
+        """True if so much is certainly in memory outside of loops that only the most rematerialisation may fit."""
+        return self._least_bytes(name, mesh, self.choices[0], inside=False) > AMPLE * self.capacity
 
     @property
     def least_needed(self) -> float:
@@ -215,13 +259,11 @@ class _Tries:
 
     def lighter(self, name: str, mesh: str) -> bool:
         """Try the least rematerialisation that may fit, then more, but not the most; returns whether one fits."""
-        if (name, mesh) in self._lightened:
-            return False
-        self._lightened.add((name, mesh))
-        passing = [*takewhile(lambda choices: not self.excluded(name, mesh, choices, lighter=True), self.choices[1:])]
-        return any(
-            self.add(name, mesh, choices).fits for choices in passing[::-1] if not self.excluded(name, mesh, choices)
-        )
+        if (name, mesh) not in self._lightened:
+            levels = takewhile(lambda choices: not self.excluded(name, mesh, choices, lighter=True), self.choices[1:])
+            may = (choices for choices in [*levels][::-1] if not self.excluded(name, mesh, choices))
+            self._lightened[name, mesh] = any(self.add(name, mesh, choices).fits for choices in may)
+        return self._lightened[name, mesh]
 
     def faster(self) -> None:
         """Try less rematerialisation of layouts that could then be the fastest."""
@@ -235,30 +277,34 @@ class _Tries:
         if plan.fits or self.named:
             plan = timed(self.subject, self.where, plan, self.asked)
         self.plans.append(plan)
-        fitting = min(self.plans, key=lambda p: p.order)
-        if fitting.fits and fitting.est is not None:
-            self.show(f"; fits: {fitting.name}, {seconds_text(fitting.est.step_seconds)}")
+        fitting = next((min(each.plans, key=lambda p: p.order) for each in self.batches if each.fastest < inf), None)
+        if fitting is not None and fitting.est is not None:
+            self.show(f"fits: {fitting.name}, {seconds_text(fitting.est.step_seconds)}")
         else:
-            self.show("; none fits yet")
+            self.show("none fits yet")
         return plan
 
     def show(self, verdict: str) -> None:
         """Show the verdict so far while others are tried."""
-        tried = sum(plan.memory is not None for plan in self.plans)
-        self.progress(tried, max(tried, self.count), f"layouts{verdict}")
+        tried = sum(plan.memory is not None for each in self.batches for plan in each.plans)
+        self.progress(tried, max(tried, sum(len(each.layouts) for each in self.batches)), f"layouts; {verdict}")
 
     def excluded(self, name: str, mesh: str, choices: dict[str, object], lighter: bool = False) -> bool:
         """True if a layout cannot fit; that is then one of the plans. `lighter`: nor with less rematerialisation."""
-        bound = self.subject.least_memory(**choices)
-        try:
-            least = bound.peak_bytes(self.subject.rules(name, mesh), Mesh(mesh), inside=not lighter)
-        except MeshlibError:  # lowering reports it
-            return False
-        over = least > self.where.usable_hbm_bytes_per_device
+        least = self._least_bytes(name, mesh, choices, inside=not lighter)
+        over = least > self.capacity
         if over:
             fault = f"not lowered, since it needs at least {bytes_text(least)}"
             self.plans.append(PlannedLayout(name, mesh, choices, fault=fault, least_bytes=least))
         return over
+
+    def _least_bytes(self, name: str, mesh: str, choices: dict[str, object], inside: bool = True) -> float:
+        """Lower bound of a layout's memory; 0 for a layout that is impossible, which lowering reports."""
+        try:
+            bound = self.subject.least_memory(**choices)
+            return bound.peak_bytes(self.subject.rules(name, mesh), Mesh(mesh), inside=inside)
+        except MeshlibError:
+            return 0.0
 
 
 def batches_that_may_fit(

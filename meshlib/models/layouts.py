@@ -319,6 +319,8 @@ def usual_layouts(config: TransformerConfig, devices: int, batch: int, stages: i
     usual = [("context", context), ("tensor", tensor), ("sequence", tensor)]
     if config.experts is not None:
         usual[1:] = [("expert", largest_power(devices, config.experts.count, most=EXPERTS))]
+        if config.experts.form != "grouped":  # others gather the weights of all experts, unless these are split
+            usual.reverse()
     for axis, size in usual:
         several = context if axis == "expert" else 1  # an axis for experts splits the batch, which must be large enough
         size = gcd(size, devices // several)

@@ -45,6 +45,22 @@ def test_no_layout_fits_if_a_plan_does_not(name: str) -> None:
             assert best.memory.needed_bytes <= min(most)
 
 
+def test_the_likeliest_layout_of_each_batch_is_tried_first() -> None:
+    """Under memory for the state of full sharding alone, the first layout tried fits; the largest batch is planned."""
+    config = mtf.models.preset("gpt2").replace(layers=2)
+    batches = [of_model(config, {"batch": n, "length": 512}, {}, mtf.XLA_TPU, given_batch=True) for n in (64, 8)]
+    layouts = [("data", "data:8"), ("zero1", "data:8"), ("fsdp", "fsdp:8")]
+    alone = [planned(subject, Slice("v5e-8"), *layouts[2]) for subject in batches]
+    needed = [plan.memory.needed_bytes for plan in alone if plan.memory is not None]
+    for n, subject in enumerate(batches):
+        chip = replace(CHIPS["v5e"], name="test", hbm_bytes=int(1.01 * needed[n]), hbm_reserved_bytes=0)
+        said: dict[int, str] = {}
+        each = [(each, layouts) for each in batches]
+        best, plans = plans_of(each, Slice("test-8", chip), "full", progress=partial(_note, said))
+        assert (best, plans[0].name) == (subject, "fsdp")
+        assert said[n].startswith("layouts; fits: fsdp, ")
+
+
 def _note(said: dict[int, str], done: int, total: int, text: str) -> None:
     """Keep what a progress bar shows."""
     said[len(said)] = text
