@@ -19,7 +19,7 @@ jax = pytest.importorskip("jax", reason="needs JAX: pip install -e '.[jax]'")
 
 import meshlib as mtf
 from meshlib.jax import step
-from meshlib.jax.rows.index import _selected
+from meshlib.jax.rows.index import _by_product, _selected
 from meshlib.jax.rows.products import product
 from meshlib.jax.step import Step
 from tests.effort import deep
@@ -50,6 +50,31 @@ def test_one_element_of_each_row_equals_a_gather() -> None:
         expected.append(wanted.transpose([rows.index(n) for n in out]))
     for result, wanted in zip(at_once(cases), expected, strict=True):
         np.testing.assert_array_equal(result, wanted)
+
+
+def test_a_product_with_one_hots_looks_up_every_number_as_it_is() -> None:
+    """Numbers of all sizes, those that only float32 has, infinities and NaN, which stay in their rows."""
+    rng = np.random.default_rng(0)
+    table = (rng.normal(size=(40, 3, 5)) * 2.0 ** rng.integers(-100, 126, (40, 3, 5))).astype(np.float32)
+    table[3], table[7, 1, 2] = np.finfo(np.float32).max, -np.finfo(np.float32).max
+    table[5, 0, 1], table[9, 2, 3], table[9, 2, 4] = np.inf, -np.inf, np.nan
+    chosen = rng.integers(0, 40, (8, 60))
+    np.testing.assert_array_equal(jax.jit(_by_product)(table, chosen), table[chosen])
+
+
+def test_rows_of_small_tables_are_looked_up_by_a_product_on_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gather stores T5's position biases in whole lanes: 128 MiB for 6 heads and 512 x 512 positions."""
+    buckets, heads, q, k = (mtf.Dimension(*d) for d in (("buckets", 32), ("heads", 6), ("q", 16), ("k", 24)))
+    with mtf.Graph():
+        table, bucket = mtf.input("table", [buckets, heads]), mtf.input("bucket", [q, k], "int32")
+        program = mtf.lower({"y": mtf.gather(table, bucket, buckets)}, mesh="m:2", layout="heads:m")
+    given = np.random.default_rng(0).normal(size=(32, 6)), np.random.default_rng(1).integers(0, 32, (16, 24))
+    feeds = dict(zip(("table", "bucket"), (given[0].astype(np.float32), given[1]), strict=True))
+    for platform, gathers in (("cpu", True), ("tpu", False)):
+        monkeypatch.setattr(step, "platform_of", lambda mesh, platform=platform: platform)
+        assert ("stablehlo.gather" in str(Step(program, None, False).lowered().as_text())) == gathers
+        y = mtf.on_jax(program, checked=False).step(**feeds)["y"]
+        np.testing.assert_array_equal(y, feeds["table"][feeds["bucket"]])
 
 
 def test_products_of_joined_dims_are_einsums() -> None:

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshlib.jax.context import Array
-from meshlib.jax.table import RowContext, aligned, row, widest
+from meshlib.jax.table import RowContext, aligned, rounded, row, widest
 from meshlib.ops.movement.indexing import index_count
 
 Names = tuple[str, ...]
+LANES = 128
+LARGEST = 2.0**127  # a power of two that bfloat16 has
 
 
 def _checked(part: RowContext, n: int, indices: Array) -> Array | None:
@@ -54,8 +56,12 @@ def _gather(part: RowContext, weights: Array, indices: Array) -> Array:
     else:  # whole rows; one table per index of the dims that both operands have
         shared, rest = ([n for n in w_names if n != dim and (n in i_names) == both] for both in (True, False))
         tables = jnp.transpose(weights, [w_names.index(n) for n in (*shared, dim, *rest)])
-        of_tables = (aligned(jnp.arange(weights.shape[w_names.index(n)]), (n,), i_names) for n in shared)
-        looked_up = tables.at[(*of_tables, chosen)].get(mode="clip")
+        narrow = not shared and len(tables) <= LANES and prod(tables.shape[1:]) < LANES
+        if part.context.platform == "tpu" and narrow and tables.dtype == jnp.float32:
+            looked_up = _by_product(tables, chosen)
+        else:
+            of_tables = (aligned(jnp.arange(weights.shape[w_names.index(n)]), (n,), i_names) for n in shared)
+            looked_up = tables.at[(*of_tables, chosen)].get(mode="clip")
         looked_up = aligned(looked_up, (*i_names, *rest), out)
     y = jnp.where(aligned(hit, i_names, out), looked_up, jnp.zeros((), looked_up.dtype))
     return _poison(y, None if wrong is None else aligned(wrong, i_names, out))
@@ -69,6 +75,25 @@ def _selected(weights: Array, chosen: Array, names: Sequence[Names], dim: str, o
     hit = chosen[..., None] == at
     selected = jnp.sum(jnp.where(hit, rows, jnp.zeros((), rows.dtype)), axis=-1).astype(weights.dtype)
     return aligned(selected, i_names, out)
+
+
+def _by_product(table: Array, chosen: Array) -> Array:
+    """Rows of a small float32 table as a product with one-hots, which a TPU fuses; a gather would store each row in
+    whole lanes.
+
+    Exact but for what a TPU flushes to zero: a number is the sum of three of bfloat16. They are quartered, so that one
+    finite number stands for each infinity and one for NaN, which a product would spread to other rows.
+    """
+    rest = jnp.where(jnp.isnan(table), 1.5 * LARGEST, jnp.clip(table / 4, -LARGEST, LARGEST))
+    terms = []
+    for _ in range(3):
+        terms.append(rounded(rest))
+        rest = rest - terms[-1]
+    hit = chosen[..., None] == jnp.arange(3 * len(table)) % len(table)
+    y = jnp.tensordot(
+        hit.astype(jnp.bfloat16), jnp.concatenate(terms).astype(jnp.bfloat16), 1, preferred_element_type=jnp.float32
+    )
+    return jnp.where(jnp.abs(y) > LARGEST, jnp.nan, y * 4)
 
 
 @row("scatter_add")
