@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from itertools import product
 from math import prod
 
@@ -43,8 +42,11 @@ def _quantized(part: RowContext, a: Array, b: Array, *rest: Array) -> Array:
 
 
 def _products(part: RowContext, a: Array, b: Array, begins: Array, ends: Array) -> Array:
-    """A `lax.ragged_dot` for each index of dims with groups of their own, or shared by both operands."""
-    rows, groups = part.attrs["rows"], part.attrs["groups"]
+    """A `lax.ragged_dot` for each index of dims with groups of their own, or shared by both operands.
+
+    Loops run over these indices: outside of one, a compiler copies the operands of all and stores all products twice.
+    """
+    rows, groups, dtype = part.attrs["rows"], part.attrs["groups"], part.out.dtype
     of_a, of_b, out = *part.names[:2], part.out.shape.names
     of_bounds = part.names[-2]
     apart, result, order_a, order_b = _orders(part, [n for n in of_bounds if n != groups])
@@ -53,26 +55,28 @@ def _products(part: RowContext, a: Array, b: Array, begins: Array, ends: Array) 
     bounds = (jnp.clip(begins - offset, 0, sizes[rows]), jnp.clip(ends - offset, 0, sizes[rows]))
     split = dict(zip(of_bounds, begins.shape, strict=True))[groups] < part.attrs["count"]
     sizes[groups] = begins.shape[of_bounds.index(groups)]
-    on_tpu, adds = part.context.platform == "tpu", rows in of_b and not set(apart) & {*out}
+    on_tpu = part.context.platform == "tpu"
+    stacked, summed = ([n for n in apart if (n in out) == kept] for kept in (True, False))
+    stacked_at, summed_at = ([*product(*(range(sizes[n]) for n in names))] for names in (stacked, summed))
 
-    def one(index: Sequence[int] | Array, onto: Array | None = None) -> Array:
-        at = dict(zip(apart, index, strict=True))
+    def one(index: Sequence[Index], onto: Array | None = None) -> Array:
+        at = dict(zip((*stacked, *summed), index, strict=True))
         low, high = (_part_of(x, of_bounds, at, [[groups]], sizes) for x in bounds)
         x, y = _part_of(a, of_a, at, order_a, sizes), _part_of(b, of_b, at, order_b, sizes)
         return _one(x, y, low, high, split, rows in of_b, on_tpu, onto)
 
-    indices = list(product(*(range(sizes[n]) for n in apart)))
-    summed = [n for n in apart if n not in out]
-    if adds:  # each to the sum of those before
-        whole = reduce(lambda onto, index: one(index, onto), indices[1:], one(indices[0]))
-        return aligned(whole.reshape([sizes[n] for n in result]), result, out)
-    if len(indices) == 1 or summed:
-        whole = jnp.stack([one(index) for index in indices])
-    else:  # a loop, which writes each product, rounded, into the stack: outside of one all would be stored twice
-        whole = lax.map(lambda index: stored(one(index), part.out.dtype), jnp.array(indices))
-    whole = whole.reshape([sizes[n] for n in (*apart, *result)])
-    whole = jnp.sum(whole, axis=tuple(apart.index(n) for n in summed)) if summed else whole
-    return aligned(whole, [n for n in (*apart, *result) if n not in summed], out)
+    def total(index: Sequence[Index]) -> Array:
+        first = one((*index, *summed_at[0]))
+        if len(summed_at) == 1:
+            return first
+        rest = jnp.array(summed_at[1:])
+        return lax.scan(lambda onto, more: (one((*index, *more), onto), None), first, rest)[0]
+
+    if len(stacked_at) == 1:
+        whole = total(stacked_at[0])
+    else:
+        whole = lax.map(lambda index: stored(total(tuple(index)), dtype), jnp.array(stacked_at))
+    return aligned(whole.reshape([sizes[n] for n in (*stacked, *result)]), (*stacked, *result), out)
 
 
 def _orders(
