@@ -11,7 +11,7 @@ from jax import lax
 
 from meshlib.jax.context import Array, Index
 from meshlib.jax.rows.products import operand, rounded_to
-from meshlib.jax.table import Names, RowContext, aligned, row, stored, widened
+from meshlib.jax.table import Names, RowContext, aligned, row, storage, stored, widened
 
 LANES = 128  # TPU: multiple of the sides of a tile
 TILE = (512, 1024, 512)  # rows, and both dims of a result, of a tile of the TPU kernel: 9 MB of VMEM
@@ -72,11 +72,16 @@ def _products(part: RowContext, a: Array, b: Array, begins: Array, ends: Array) 
         rest = jnp.array(summed_at[1:])
         return lax.scan(lambda onto, more: (one((*index, *more), onto), None), first, rest)[0]
 
+    def write(whole: Array, index: Array) -> tuple[Array, None]:
+        block = stored(total(tuple(index)), dtype).reshape([1] * len(stacked) + shape[len(stacked) :])
+        return lax.dynamic_update_slice(whole, block, (*index, *[0] * (len(shape) - len(stacked)))), None
+
+    shape = [sizes[n] for n in (*stacked, *result)]
     if len(stacked_at) == 1:
-        whole = total(stacked_at[0])
-    else:
-        whole = lax.map(lambda index: stored(total(tuple(index)), dtype), jnp.array(stacked_at))
-    return aligned(whole.reshape([sizes[n] for n in (*stacked, *result)]), (*stacked, *result), out)
+        whole = total(stacked_at[0]).reshape(shape)
+    else:  # into the shape of the result: what is computed from it element by element can then overwrite it
+        whole = lax.scan(write, jnp.zeros(shape, storage(dtype)), jnp.array(stacked_at))[0]
+    return aligned(whole, (*stacked, *result), out)
 
 
 def _orders(
