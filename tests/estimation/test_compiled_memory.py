@@ -14,7 +14,7 @@ from meshlib.estimation.work.tiles import tiled_bytes
 from meshlib.testing import assert_fits
 
 D = mtf.Dimension
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 CAPACITIES = {"v2": 7.48, "v3": 15.48, "v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "v7": 94.7}
 
 
@@ -65,6 +65,21 @@ def test_gradients_of_keys_and_values_are_summed_in_float32() -> None:
         y = mtf.attention(q, k, v, "length", "memory", "key")
         program = mtf.lower(dict(zip("ab", mtf.gradients([mtf.reduce_sum(y)], [k, v]), strict=True)))
     assert memory(program, "v5e-1").compiled.layout_bytes == pytest.approx(2 * 4 * 4 * 8 * 1024 * 128, rel=0.01)
+
+
+@pytest.mark.parametrize(("width", "more"), [(512, 8), (4096, 24)])
+def test_operands_and_results_of_grouped_products_are_stored(width: int, more: int) -> None:
+    """The plan has the result alone, 16 MiB in float32. The kernel of the product reads its operand (4 or 32 MiB) and
+    writes 8 MiB in bfloat16, which another kernel reads."""
+    rows, groups, d, f = D("rows", 4096), D("groups", 4), D("d", width), D("f", 1024)
+    with mtf.Graph():
+        x, w = mtf.input("x", [rows, d], "bfloat16"), mtf.input("w", [groups, d, f], "bfloat16")
+        y = mtf.ragged_dot(mtf.square(x), w, mtf.input("sizes", [groups], "int32"), rows, groups)
+        program = mtf.lower({"z": mtf.square(mtf.cast(y, "float32"))})
+    compiled = memory(program, "v5e-1").compiled
+    inputs = sum(v.local_bytes for v in program.inputs.values())
+    assert compiled.buffers_bytes == pytest.approx(inputs + 16 * MIB, abs=8192)
+    assert compiled.layout_bytes == pytest.approx(more * MIB, abs=8192)
 
 
 def test_a_step_needs_the_sum_of_its_causes() -> None:

@@ -12,6 +12,8 @@ import pytest
 jax = pytest.importorskip("jax", reason="needs JAX: pip install -e '.[jax]'")
 
 import meshlib as mtf
+from meshlib.jax import step
+from meshlib.jax.rows import index
 from meshlib.jax.step import Step
 from tests.effort import some
 
@@ -19,13 +21,13 @@ LAYERS, BATCH, LENGTH = 3, 4, 8
 LAYOUTS = [("data:2;cache:4", "data+cache"), ("data:2;tensor:2", "data+tensor")]
 
 
-def program(mesh: str, layout: str) -> mtf.Program:
+def program(mesh: str, layout: str, length: int = LENGTH) -> mtf.Program:
     config = mtf.models.TransformerConfig(
         name="tiny", layers=LAYERS, d_model=16, heads=4, kv_heads=2, head_dim=4, d_ff=32, vocab=32, norm="rms",
         position="rotary",
     )  # fmt: skip
     with mtf.Graph():
-        outputs, updates = mtf.models.decode_step(config, BATCH, LENGTH)
+        outputs, updates = mtf.models.decode_step(config, BATCH, length)
     return mtf.lower(outputs, updates, mesh, mtf.models.layout(layout, config, mesh), precision="highest")
 
 
@@ -45,6 +47,30 @@ def test_tokens_and_caches_equal_the_simulators(mesh: str, layout: str) -> None:
         np.testing.assert_allclose(np.float32(logits), np.float32(wanted), atol=0.05)
     for name in caches:
         np.testing.assert_allclose(np.float32(run.state[name]), np.float32(simulation.state[name]), atol=0.05)
+
+
+@pytest.mark.parametrize(("mesh", "layout"), LAYOUTS, ids=lambda text: text)
+def test_tokens_are_written_in_blocks_where_features_do_not_fill_lanes(
+    mesh: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a cache of GPT-2, of heads of 64, a TPU makes a copy of twice its size for a scatter or one position."""
+    lowered = program(mesh, layout, 64)
+    scattered = mtf.on_jax(lowered, seed=0, checked=False)
+    monkeypatch.setattr(step, "platform_of", lambda mesh: "tpu")
+    monkeypatch.setattr(index, "LANES", 8)
+    written = mtf.on_jax(lowered, seed=0, checked=False)
+    assert '"stablehlo.scatter"' not in str(Step(lowered, None, False).lowered().as_text())
+    rng = np.random.default_rng(0)
+    for name in ("layers/attention/cache/keys", "layers/attention/cache/values", "serving/positions"):
+        state = scattered.state[name]
+        drawn = np.array([0, 7, 8, 62]) if name == "serving/positions" else rng.normal(size=state.shape)
+        scattered.state[name] = written.state[name] = drawn.astype(state.dtype)
+    for _ in range(3):  # the third token of the last sequence is out of range
+        tokens = rng.integers(0, 32, BATCH)
+        for run in (scattered, written):
+            run.step(tokens=tokens)
+    for name, wanted in scattered.state.items():
+        np.testing.assert_array_equal(np.float32(written.state[name]), np.float32(wanted), err_msg=name)
 
 
 def test_a_token_goes_right_into_the_stack_and_only_what_is_looked_up_is_cast() -> None:

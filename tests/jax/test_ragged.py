@@ -71,16 +71,16 @@ def test_values_and_gradients_are_those_of_ragged_dot() -> None:
 
 
 def test_gradients_of_narrow_matrices_by_the_kernel_of_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows of two senders, whose products are added up: several tiles, empty groups, rows of no group."""
+    """Of rows of three senders, whose products a loop adds up: several tiles, empty groups, rows of no group."""
     monkeypatch.setattr(rows_of_jax, "INTERPRETED", True)
-    senders, rows = D("senders", 2), D("rows", 600)
+    senders, rows = D("senders", 3), D("rows", 600)
     with mtf.Graph():
         x, w = mtf.input("x", [senders, rows, IN], "bfloat16"), mtf.input("w", [GROUPS, IN, OUT], "bfloat16")
         y = mtf.ragged_dot(x, w, mtf.input("sizes", [senders, GROUPS], "int32"), rows, GROUPS)
         (dw,) = mtf.gradients([y], [w], [mtf.input("dy", y.shape, "bfloat16")])
         program = mtf.lower({"dw": dw}, mesh="a:2", layout="groups:a")
     rng = np.random.default_rng(2)
-    feeds = {"sizes": np.array([[300, 260, 0, 20], [0, 5, 530, 65]], np.int32)}
+    feeds = {"sizes": np.array([[300, 260, 0, 20], [0, 5, 530, 65], [0, 0, 0, 0]], np.int32)}
     feeds |= {name: rng.normal(size=program.inputs[name].tensor.shape.sizes) for name in ("x", "dy")}
     with mock.patch.object(rows_of_jax, "summed_by_group", side_effect=rows_of_jax.summed_by_group) as kernel:
         on_jax = mtf.on_jax(program).step(feeds)["dw"]

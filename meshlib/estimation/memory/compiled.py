@@ -4,6 +4,8 @@ A compiled step of our own program, as `mtf.on_jax` runs it:
 
     layout         operands and results of attention kernels are laid out head by head with features minor: heads of 64
                    fill half of the 128 lanes; all other values have their densest layout (`tiles`)
+    operands       grouped products are kernels of their own, whose operands and results are stored; those that one
+                   kernel computes together overwrite nothing
     accumulators   attention kernels sum gradients of keys and values in float32; so do loops the gradient of a weight
                    whose product has a narrower dtype
     code           per kernel
@@ -34,7 +36,7 @@ from hardware.memory import padded_bytes
 from meshlib.core.compiler import Compiler
 from meshlib.core.dtypes import FLOAT32
 from meshlib.core.graph import BACKWARD
-from meshlib.core.opdef import Kind
+from meshlib.core.opdef import Kind, Storage
 from meshlib.estimation.work.tiles import tiled_bytes, tiled_value_bytes
 from meshlib.program.analysis.buffers import Buffer
 from meshlib.program.analysis.memory import bytes_after
@@ -54,7 +56,8 @@ class CompiledStepMemory:
     """Bytes of one device used by a compiled step, by cause. Modelled except `buffers_bytes`.
 
     Attributes:
-      buffers_bytes: peak of the program's buffers in tiles; layout_bytes: more for attention's layout and accumulators.
+      buffers_bytes: peak of the program's buffers in tiles; layout_bytes: more for attention's layout, operands and
+        results of grouped products, and accumulators.
       casts_bytes, loops_bytes: hoisted casts and looped products under plain jit; 0 for our own program.
       code_bytes, fragmentation_bytes: machine code; gaps between allocations.
       state_bytes: variables and slots; export_bytes: extra memory of an export, 0 without training.
@@ -94,7 +97,7 @@ def compiled_memory(
       buffers_bytes: peak of the program's buffers in tiles; capacity_bytes: HBM available to programs.
     """
     plain = compiler.partitioner == "gspmd"
-    laid = max(bytes_after(program, tiled_value_bytes, scratch=_sums_of(program), extra=_head_by_head))
+    laid = max(bytes_after(program, tiled_value_bytes, scratch=_sums_of(program), extra=_beyond_plan))
     laid = max(laid, buffers_bytes)
     casts = _hoisted_casts(program) if plain else 0
     widest, logits = _loops(program) if plain else (0, 0)
@@ -136,6 +139,36 @@ def _by_heads(i: Instruction, v: Value, itemsize: float) -> int:
         return tiled_bytes(v.local_shape.sizes, itemsize)
     last = positions[0], features[0]
     return padded_bytes((*(size for n, size in sizes.items() if n not in last), *(sizes[n] for n in last)), itemsize)
+
+
+def _beyond_plan(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tuple[Buffer, int]]:
+    """Buffers with bytes that the plan does not count."""
+    yield from _head_by_head(program, buffers)
+    yield from _of_grouped(program, buffers)
+
+
+def _of_grouped(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tuple[Buffer, int]]:
+    """Operands and results of grouped products without a buffer of their own, while they are live: those that the plan
+    computes inside the kernels that read or write them, and those that overwrite others."""
+    own = {b.owner for b in buffers}
+    ends = {i.group: n for n, i in enumerate(program.instructions)}
+    sources: dict[Value, Value] = {}  # of aliases
+    spans: dict[Value, list[int]] = {}  # of all values: where they are computed, and last read
+    grouped: dict[Value, None] = {}
+    for n, i in enumerate(program.instructions):
+        read = [sources.get(x, x) for x in i.inputs]
+        if i.operation.opdef.storage is Storage.ALIAS:
+            sources.update(dict.fromkeys(i.outputs, read[0]))
+            continue
+        alone = isinstance(i, Compute) and i.operation.opdef.read_share is not None
+        for x in read:
+            spans.setdefault(x, [n, n])[1] = n if alone else ends[i.group]
+        spans.update({y: [n, n] for y in i.outputs})
+        if alone:
+            grouped.update(dict.fromkeys((*read, *i.outputs)))
+    for v in grouped:
+        if v not in own:
+            yield Buffer(v, *spans[v], []), tiled_value_bytes(v)
 
 
 def _head_by_head(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tuple[Buffer, int]]:

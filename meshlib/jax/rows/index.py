@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from math import prod
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from meshlib.ops.movement.indexing import index_count
 
 Names = tuple[str, ...]
 LANES = 128
+MOST_BLOCKS = 64  # of a cache, each written by a kernel of its own
 LARGEST = 2.0**127  # a power of two that bfloat16 has
 
 
@@ -167,6 +169,9 @@ def _update_slice(part: RowContext, x: Array, new: Array, start: Array, trip: Ar
         begin = [jnp.asarray(n, start.dtype) for n in begin]
         return lax.dynamic_update_slice(x, moved[None] if outer else moved, begin)
     place = start[..., None] + jnp.arange(count, dtype=jnp.int32) - part.offsets[dim]
+    narrow = names[-2:] == (dim, names[-1]) and sizes[names[-1]] % LANES and not size % LANES
+    if part.context.platform == "tpu" and narrow and count == 1 and place.size <= MOST_BLOCKS:
+        return _update_blocks(x, moved, place[..., 0], outer, (names, s_names))
     place = jnp.where((place >= 0) & (place < size), place, size)  # JAX would wrap negative indices
     indexed = names[: 1 + max(names.index(n) for n in (dim, *s_names))]
     space = tuple(run if n == dim else n for n in indexed)
@@ -175,3 +180,25 @@ def _update_slice(part: RowContext, x: Array, new: Array, start: Array, trip: Ar
         for n in indexed
     )
     return x.at[(*outer, *places)].set(moved, mode="drop")
+
+
+def _update_blocks(x: Array, new: Array, place: Array, outer: Sequence[Array], names: Sequence[Names]) -> Array:
+    """One position of each sequence, written together with the block of `LANES` positions around it.
+
+    A TPU lays positions in lanes where the features after them would fill lanes in part. A scatter, and a slice of one
+    position, ask for features in lanes: the whole cache is copied before and after a step, and padded.
+    """
+    x_names, s_names = names
+    sizes = dict(zip(x_names, x.shape[len(outer) :], strict=True))
+    dim = x_names[-2]
+    for index in product(*(range(n) for n in place.shape)):
+        at = dict(zip(s_names, index, strict=True))
+        begin = jnp.clip(place[index], 0, sizes[dim] - 1) // LANES * LANES
+        corner = [*outer, *(begin if n == dim else at.get(n, 0) for n in x_names)]
+        corner = [jnp.asarray(n, place.dtype) for n in corner]
+        block_sizes = [*[1] * len(outer), *(1 if n in at else LANES if n == dim else sizes[n] for n in x_names)]
+        hit = aligned(begin + jnp.arange(LANES) == place[index], (dim,), x_names)
+        one = new[tuple(slice(at[n], at[n] + 1) if n in at else slice(None) for n in x_names)]
+        block = jnp.where(hit, one, lax.dynamic_slice(x, corner, block_sizes))
+        x = lax.dynamic_update_slice(x, block, corner)
+    return x
