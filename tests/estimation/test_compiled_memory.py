@@ -73,8 +73,9 @@ def test_operands_and_results_of_grouped_products_are_stored(width: int, more: i
     writes 8 MiB in bfloat16, which another kernel reads."""
     rows, groups, d, f = D("rows", 4096), D("groups", 4), D("d", width), D("f", 1024)
     with mtf.Graph():
-        x, w = mtf.input("x", [rows, d], "bfloat16"), mtf.input("w", [groups, d, f], "bfloat16")
-        y = mtf.ragged_dot(mtf.square(x), w, mtf.input("sizes", [groups], "int32"), rows, groups)
+        x, w = mtf.input("x", [rows, D("x", width)], "bfloat16"), mtf.input("w", [groups, d, f], "bfloat16")
+        squares = mtf.rename_dimension(mtf.square(x), "x", "d")
+        y = mtf.ragged_dot(squares, w, mtf.input("sizes", [groups], "int32"), rows, groups)
         program = mtf.lower({"z": mtf.square(mtf.cast(y, "float32"))})
     compiled = memory(program, "v5e-1").compiled
     inputs = sum(v.local_bytes for v in program.inputs.values())

@@ -55,22 +55,25 @@ def test_tokens_are_written_in_blocks_where_features_do_not_fill_lanes(
 ) -> None:
     """Of a cache of GPT-2, of heads of 64, a TPU makes a copy of twice its size for a scatter or one position."""
     lowered = program(mesh, layout, 64)
-    scattered = mtf.on_jax(lowered, seed=0, checked=False)
+    rng = np.random.default_rng(0)
+    state = {n: rng.normal(size=(LAYERS, BATCH, 2, 64, 4)) for n in ("keys", "values")}
+    tokens = rng.integers(0, 32, (3, BATCH))  # the third token of the last sequence is out of range
+
+    def caches() -> list[np.ndarray]:
+        run = mtf.on_jax(lowered, seed=0, checked=False)
+        for name, drawn in state.items():
+            run.state[f"layers/attention/cache/{name}"] = drawn.astype(np.float32)
+        run.state["serving/positions"] = np.array([0, 7, 8, 62], np.int32)
+        for given in tokens:
+            run.step(tokens=given)
+        return [np.float32(run.state[f"layers/attention/cache/{name}"]) for name in state]
+
+    scattered = caches()
     monkeypatch.setattr(step, "platform_of", lambda mesh: "tpu")
     monkeypatch.setattr(index, "LANES", 8)
-    written = mtf.on_jax(lowered, seed=0, checked=False)
     assert '"stablehlo.scatter"' not in str(Step(lowered, None, False).lowered().as_text())
-    rng = np.random.default_rng(0)
-    for name in ("layers/attention/cache/keys", "layers/attention/cache/values", "serving/positions"):
-        state = scattered.state[name]
-        drawn = np.array([0, 7, 8, 62]) if name == "serving/positions" else rng.normal(size=state.shape)
-        scattered.state[name] = written.state[name] = drawn.astype(state.dtype)
-    for _ in range(3):  # the third token of the last sequence is out of range
-        tokens = rng.integers(0, 32, BATCH)
-        for run in (scattered, written):
-            run.step(tokens=tokens)
-    for name, wanted in scattered.state.items():
-        np.testing.assert_array_equal(np.float32(written.state[name]), np.float32(wanted), err_msg=name)
+    for written, wanted in zip(caches(), scattered, strict=True):
+        np.testing.assert_array_equal(written, wanted)
 
 
 def test_a_token_goes_right_into_the_stack_and_only_what_is_looked_up_is_cast() -> None:
