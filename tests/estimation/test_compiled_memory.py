@@ -71,10 +71,10 @@ def test_gradients_of_keys_and_values_are_summed_in_float32() -> None:
 def test_operands_and_results_of_grouped_products_are_stored(width: int, more: int) -> None:
     """The plan has the result alone, 16 MiB in float32. The kernel of the product reads its operand (4 or 32 MiB) and
     writes 8 MiB in bfloat16, which another kernel reads."""
-    rows, groups, d, f = D("rows", 4096), D("groups", 4), D("d", width), D("f", 1024)
+    rows, groups, f = D("rows", 4096), D("groups", 4), D("f", 1024)
     with mtf.Graph():
-        x, w = mtf.input("x", [rows, D("x", width)], "bfloat16"), mtf.input("w", [groups, d, f], "bfloat16")
-        squares = mtf.rename_dimension(mtf.square(x), "x", "d")
+        x, w = mtf.input("x", [rows, D("x", width)], "bfloat16"), mtf.input("w", [groups, D("v", width), f], "bfloat16")
+        squares, w = mtf.rename_dimension(mtf.square(x), "x", "d"), mtf.rename_dimension(w, "v", "d")
         y = mtf.ragged_dot(squares, w, mtf.input("sizes", [groups], "int32"), rows, groups)
         program = mtf.lower({"z": mtf.square(mtf.cast(y, "float32"))})
     compiled = memory(program, "v5e-1").compiled
