@@ -1,4 +1,4 @@
-"""Plans of 20 models beside what the TPU compiler makes of them: bytes by collective, differences by name, peaks.
+"""Plans of 25 models beside what the TPU compiler makes of them: bytes by collective, differences by name, peaks.
 
     python tests/benchmarks/compiled_cases.py [NAME ...] [--keep FOLDER] [--differences]
 
@@ -111,11 +111,6 @@ CASES: dict[str, tuple[Build, str]] = {
     "llama3.1-8b prompts": (prefill("llama3.1-8b", "tensor:8", "tensor", 4, 8192), "v5e-8"),
     "qwen3-30b-a3b prompts": (prefill("qwen3-30b-a3b", "expert:16", "expert", 32, 2048), "v6e-16"),
     "gpt2-large two slices": (train("gpt2-large", "data:2;fsdp:8", "data+fsdp", 32, 1024), "2*v5e-8"),
-    "bert-large fsdp": (train("bert-large", "fsdp:4", "fsdp", 32, 512), "v5e-4"),
-    "t5-large data+tensor": (train("t5-large", "data:2;tensor:4", "data+tensor", 32, 512), "v5e-8"),
-    "resnet-50 data": (images("resnet-50", "data:8", 512), "v4-16"),
-    "gpt-oss-20b fsdp+expert": (train("gpt-oss-20b", "fsdp:4;expert:4", "fsdp+expert", 32, 2048), "v5p-2x2x4"),
-    "gemma3-4b fsdp+tensor": (train("gemma3-4b", "fsdp:4;tensor:2", "fsdp+tensor", 16, 2048), "v6e-8"),
 }
 
 
