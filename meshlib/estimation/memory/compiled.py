@@ -168,7 +168,8 @@ def _of_grouped(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tuple
             grouped.update(dict.fromkeys((*read, *i.outputs)))
     for v in grouped:
         if v not in own:
-            yield Buffer(v, *spans[v], []), tiled_value_bytes(v)
+            begin, end = spans[v]
+            yield Buffer(v, begin, end, []), tiled_value_bytes(v)
 
 
 def _head_by_head(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tuple[Buffer, int]]:
