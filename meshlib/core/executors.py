@@ -7,12 +7,13 @@ process only if that does not have it: a task is first sent with the payload's d
 from __future__ import annotations
 
 import hashlib
+import math
 import pickle
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
 from typing import Any
 
 from meshlib.core.errors import GraphError
@@ -27,6 +28,7 @@ ENGINES = (
     "multiprocessing",
 )  # exceptions of these packages are faults of executors
 PAYLOADS = 4  # payloads cached per process
+POLL_SECONDS = 1.0  # how often to look for tasks that somebody else has cancelled
 MISSING = "meshlib: the payload is not here"
 
 _payloads: OrderedDict[str, Any] = OrderedDict()
@@ -70,13 +72,14 @@ class Tasks:
         answer_of: dict[Any, Any] = {}
         faults: dict[Any, BaseException] = {}
         while waiting and not faults:
-            left = None if until is None else max(0.0, until - time.monotonic())
-            done, _ = wait(waiting, left, FIRST_COMPLETED)
-            if not done:
+            left = math.inf if until is None else max(0.0, until - time.monotonic())
+            done, _ = wait(waiting, min(left, POLL_SECONDS), FIRST_COMPLETED)
+            done |= {future for future in waiting if future.cancelled()}  # of which `wait` is not told
+            if not done and left <= POLL_SECONDS:
                 break
             for future in done:
                 argument = waiting.pop(future)
-                fault = future.exception()
+                fault = CancelledError("a task was cancelled") if future.cancelled() else future.exception()
                 if fault is not None:
                     faults[argument] = fault
                     continue

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 import os
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
@@ -93,6 +95,14 @@ def test_faults_of_tasks_and_of_workers() -> None:
         pytest.raises(GraphError, match="gave up: BrokenProcessPool"),
     ):
         Tasks("search", processes, 0).answers(ends, [0])
+
+
+def test_tasks_that_somebody_else_cancels() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(time.sleep, 0.2)
+        threading.Timer(0.1, lambda: threads.shutdown(wait=False, cancel_futures=True)).start()
+        with pytest.raises(GraphError, match="verify: the executor gave up: CancelledError: a task was cancelled"):
+            Tasks("verify", threads, "job").answers(fails, [0, 1])
 
 
 def test_payloads_are_sent_once_to_a_process() -> None:
