@@ -1,4 +1,4 @@
-"""Plans of 26 models beside what the TPU compiler makes of them: bytes by collective, differences by name, peaks.
+"""Plans of 27 models beside what the TPU compiler makes of them: bytes by collective, differences by name, peaks.
 
     python tests/benchmarks/compiled_cases.py [NAME ...] [--keep FOLDER] [--differences]
 
@@ -110,6 +110,7 @@ CASES: dict[str, tuple[Build, str]] = {
     "deepseek-v2-lite decode": (decode("deepseek-v2-lite", "expert:8", "expert", 64, 4096), "v6e-8"),
     "llama3.1-8b prompts": (prefill("llama3.1-8b", "tensor:8", "tensor", 4, 8192), "v5e-8"),
     "qwen3-30b-a3b prompts": (prefill("qwen3-30b-a3b", "expert:16", "expert", 32, 2048), "v6e-16"),
+    "bert-large fsdp": (train("bert-large", "fsdp:4", "fsdp", 32, 512), "v5e-4"),
     "resnet-50 data": (images("resnet-50", "data:8", 512), "v4-16"),
     "gpt2-large two slices": (train("gpt2-large", "data:2;fsdp:8", "data+fsdp", 32, 1024), "2*v5e-8"),
 }
