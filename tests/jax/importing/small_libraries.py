@@ -173,3 +173,61 @@ def lineax_systems():
         return ((x @ direct) ** 2).sum() + (x @ iterative).sum()
 
     return loss, ({"w": drawn(D, 8), "b": drawn(D)}, X)
+
+
+@model("penzai ordered_set", tokens="batch length")
+def penzai_transformer():
+    import jax
+    import jax.numpy as jnp
+    from penzai import pz
+    from penzai.models.transformer.variants import llamalike_common as llama_like
+
+    config = llama_like.LlamalikeTransformerConfig(
+        num_kv_heads=2, query_head_multiplier=2, embedding_dim=8, projection_dim=4, mlp_hidden_dim=16,
+        num_decoder_blocks=2, vocab_size=24, mlp_variant="geglu_approx", tie_embedder_and_logits=True,
+        use_post_attn_norm=True, final_logit_softcap=30.0, use_layer_stack=True,
+    )  # fmt: skip
+    unbound, variables = pz.unbind_params(llama_like.build_llamalike_transformer(config, jax.random.key(0)))
+    axes = {v.label: tuple(v.value.named_axes) for v in variables}
+
+    def loss(params, tokens):
+        values = {name: pz.nx.wrap(array).tag(*axes[name]) for name, array in params.items()}
+        bound = [pz.ParameterValue(label=v.label, value=values[v.label], metadata=v.metadata) for v in variables]
+        network = pz.bind_variables(unbound, bound)
+        positions = pz.nx.wrap(jnp.arange(tokens.shape[1])).tag("seq")
+        logits = network(pz.nx.wrap(tokens).tag("batch", "seq"), token_positions=positions)
+        return -jax.nn.log_softmax(logits.unwrap("batch", "seq", "vocabulary"))[..., 1].mean()
+
+    params = {v.label: v.value.unwrap(*axes[v.label]) for v in variables}
+    return loss, (params, np.arange(24).reshape(4, 6))
+
+
+@model("equimo loguru")
+def equimo_vision_transformer():
+    import equinox as eqx
+    import jax
+    from equimo.models.vit import VisionTransformer
+
+    sizes = {"img_size": 16, "in_channels": 3, "dim": 8, "patch_size": 8, "num_heads": 2, "depths": [1]}
+    network = eqx.nn.inference_mode(VisionTransformer(**sizes, num_classes=4, key=jax.random.key(0)))
+    params, static = eqx.partition(network, eqx.is_inexact_array)
+
+    def loss(params, image):
+        return -jax.nn.log_softmax(eqx.combine(params, static)(image, key=jax.random.key(0)))[1]
+
+    return loss, (params, drawn(3, 16, 16))
+
+
+@model("transformers flax", tokens="batch length")
+def hugging_face_flax_bert():
+    import jax
+    import transformers
+
+    sizes = {"vocab_size": 24, "hidden_size": 8, "intermediate_size": 16, "max_position_embeddings": 8}
+    config = transformers.BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    network = transformers.FlaxBertForMaskedLM(config, input_shape=(1, 6))
+
+    def loss(params, tokens):
+        return -jax.nn.log_softmax(network(tokens, params=params, train=False).logits)[..., 1].mean()
+
+    return loss, (network.params, np.arange(24).reshape(4, 6))
