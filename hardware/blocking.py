@@ -14,6 +14,9 @@ of two up to 2048, steps are at most 1024 deep; of equal traffic the largest blo
 `SUM_CYCLES`: XLA states blocks, steps and cycles of products. Beyond whole tiles the 27 of a Transformer's layer with
 its gradients (8,192 tokens, widths 4,096 and 11,008) take 2.2 cycles in the median on v5e, 2.4 on v5p and v6e, 2.3 on
 v7 (libtpu 0.0.42.1, tests/benchmarks/block_sums.py); where much element-wise work is fused, up to 26.
+`result_seconds`: XLA adds up the passes of a step inside the array, kernels of Pallas outside it: compiled by the same
+libtpu for v7, a tile of a grouped product in fp8 takes 0.89 to 1.08 bundles for each register of results and 256 of its
+depth, twice what the array needs (`tests/hardware/test_blocking.py`). In bfloat16 the array takes as long.
 """
 
 from __future__ import annotations
@@ -107,6 +110,24 @@ def block_sum_seconds(chip: Chip, product: Matmul, edge: float) -> float:
     steps = max(1.0, product.taps * product.k / depth)
     registers = product.batch * product.m * product.n / (chip.vpu_sublanes * chip.vpu_lanes)
     return product.passes * SUM_CYCLES * registers * steps / (chip.clock_hz * chip.cores_per_device)
+
+
+def result_seconds(chip: Chip, product: Matmul) -> float:
+    """Seconds in which a device's cores add the results of a kernel's product to float32 sums in VMEM.
+
+    A kernel of a framework (Pallas) takes each register of results from the array once for each pass over its depth.
+
+    Example:
+      >>> from hardware.chips import CHIPS
+      >>> tile = Matmul(512, 4096, 1536, dtype="fp8")
+      >>> round(result_seconds(CHIPS["v7"], tile) * CHIPS["v7"].clock_hz)
+      12288
+
+    Source: module docstring.
+    """
+    registers = product.batch * product.m * product.n / (chip.vpu_sublanes * chip.vpu_lanes)
+    depth = product.passes * product.taps * -(-product.k // chip.mxu_rows)
+    return registers * depth / (chip.clock_hz * chip.cores_per_device)
 
 
 def _edges(size: int) -> list[int]:

@@ -35,6 +35,7 @@ COMMON: Figures = {
     "vpu_lanes": (128, _INFO),
     "vpu_alus_per_lane": (4, "4 from v5 on: " + _BOOK + "; assumed for v5e, v6e and v7"),
     "vpu_bf16": (False, "float32 lanes only before v6e: " + _BOOK),
+    "sparse_core_gathers": (False, "gathers of rows are loops of the core in what libtpu 0.0.42.1 compiles"),
     "vector_loop_cycles": (
         12.0,
         "cycles per register of 8 x 128 of a loop over one vector instruction, beside copies that do not overlap it: "
@@ -350,6 +351,7 @@ FIGURES: dict[str, Figures] = {
         "peak_fp8_flops": (4614e12, _DOCS + "tpu7x"),
         "vector_loop_cycles": (1.0, "what XLA reports for exp and add alone: copies overlap the loop"),
         "vpu_bf16": (True, "bf16 lanes from v6e on: " + _BOOK),
+        "sparse_core_gathers": (True, "libtpu 0.0.42.1 compiles gathers of rows as copies by SparseCores"),
         "attention_backward_kernels": (
             1,
             "both gradients from scores that are computed once, sa_use_fused_bwd_kernel: " + _TRAINING,

@@ -44,7 +44,7 @@ class Chip(Attributes):
       aliases: other names of the chip.
       device_kinds: JAX's names of its devices.
       compiler_name, compiler_config: names of the chip in the TPU compiler.
-      sparse_cores_per_chip: SparseCores, which can run collectives beside the program.
+      sparse_cores_per_chip: SparseCores, for collectives beside the program; with sparse_core_gathers for gathers, too.
       scoped_vmem_bytes: VMEM of one core that a single kernel may take; the rest holds what later kernels read.
       attention_backward_kernels: number of kernels in the backward pass of fused attention.
       attention_tile, attention_window_tile, attention_backward_tile: (queries, keys) of a tile in the forward pass, in
@@ -79,6 +79,7 @@ class Chip(Attributes):
     vpu_lanes: int = 128
     vpu_alus_per_lane: int = 4
     vpu_bf16: bool = False
+    sparse_core_gathers: bool = False
     vector_loop_cycles: float = 12.0
     attention_backward_kernels: int = 2
     attention_tile: tuple[int, int] = (512, 512)
@@ -134,7 +135,7 @@ class Chip(Attributes):
             amount(where + name, getattr(self, name))
         if (count := self.attention_backward_kernels) > 2:
             raise HardwareError(f"{where}attention_backward_kernels must be 1 or 2, not {count!r:.80}")
-        for name in ("vpu_bf16", "twists"):
+        for name in ("vpu_bf16", "sparse_core_gathers", "twists"):
             if not isinstance(getattr(self, name), bool):
                 raise HardwareError(f"{where}{name} must be true or false, not {getattr(self, name)!r:.80}")
         self._check_names(where)

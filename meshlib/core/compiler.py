@@ -18,6 +18,7 @@ from meshlib.core.errors import GraphError, nearest
 OVERLAPS = ("none", "independent", "collective matmul")
 PARTITIONERS = ("explicit", "gspmd")
 # Collectives that a SparseCore can run: those with a compiler flag of their own.
+ROW_SUMS = ("scatter", "scatter 2025", "gather")
 OFFLOADED = ("all_gather", "reduce_scatter", "all_reduce")
 _FLAGS = ("stationary_weights", "unrolled_loops", "whole_torus_axes", "slice_jitter", "bias_lookups")
 
@@ -50,6 +51,9 @@ class Compiler:
       bias_lookups: biases of grouped products are looked up row by row, and their gradients added row by row, as
         MaxText writes them: an instruction of the core for each 128 elements of a row. Otherwise both are grouped
         products with ones, as `mtf.layers.moe` writes them.
+      row_sums: how rows are added up at positions, as in the gradient of a lookup: "scatter" sorts them and adds them
+        on one core, "scatter 2025" as compilers did until 2025, which took three times as long; "gather" looks them up
+        in the inverse order, as MaxText does under `use_custom_sort_vjp`.
       sparse_core_collectives: kinds of collectives offloaded to SparseCores on chips that have them, of "all_gather",
         "reduce_scatter" and "all_reduce": the TensorCore loses no time to these. Chips without SparseCores run them
         on the TensorCore.
@@ -83,6 +87,7 @@ class Compiler:
     rounding_noise_bytes: int = 0
     ragged_tile_width: int = 1024
     bias_lookups: bool = False
+    row_sums: str = "scatter"
     sparse_core_collectives: tuple[str, ...] = ()
     partitioner: str = "explicit"
 
@@ -90,6 +95,7 @@ class Compiler:
         if not isinstance(self.name, str) or not self.name:
             raise GraphError(f"{at('Compiler')}: name must be text, got {self.name!r:.80}")
         choice(self.overlap, "Compiler", "overlap", OVERLAPS)
+        choice(self.row_sums, "Compiler", "row_sums", ROW_SUMS)
         choice(self.partitioner, "Compiler", "partitioner", PARTITIONERS)
         kinds: object = self.sparse_core_collectives
         if not isinstance(kinds, tuple):

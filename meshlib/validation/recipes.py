@@ -1,4 +1,4 @@
-"""Settings of published recipes that rows leave out: tiles of attention, VMEM of a kernel, parts of the loss.
+"""Settings of published recipes that rows leave out: kernels, parts of the loss, gradients of sorted tokens.
 
 They are looked up by the source of a row, a folder of AI-Hypercomputer/tpu-recipes, never by its name; a row that has
 some says so in `Run.assumed`.
@@ -45,6 +45,8 @@ _LOSS_BLOCKS: tuple[tuple[str, int], ...] = (
     (r"ironwood/gemma4-(2b|4b|31b)", 8),
     (r"ironwood/llama3\.1-(405b/\w+-bf16|70b/128k)|v5p/Llama3\.1-405B", 4),
 )
+# Recipes that leave the gradient of sorted tokens to JAX, without `use_custom_sort_vjp`.
+_SORTED_BY_JAX = r"v5p/(Llama4|Mixtral)"
 
 
 def with_kernels(row: Row, slice_: Slice) -> tuple[Slice, tuple[str, ...]]:
@@ -75,6 +77,15 @@ def loss_blocks(row: Row) -> tuple[int, tuple[str, ...]]:
     """
     blocks = next((parts for folder, parts in _LOSS_BLOCKS if re.search(folder, _file(row))), 1)
     return blocks, () if blocks == 1 else (f"loss in {blocks} parts as its recipe sets them",)
+
+
+def row_sums(row: Row) -> str:
+    """`Compiler.row_sums` of the recipe of a row, or "" where it sets none.
+
+    >>> row_sums({"source": {"file": "training/v5p/Mixtral-8X7B-Maxtext"}}), row_sums({"source": "a talk"})
+    ('scatter 2025', '')
+    """
+    return "scatter 2025" if re.search(_SORTED_BY_JAX, _file(row)) else ""
 
 
 def _file(row: Row) -> str:

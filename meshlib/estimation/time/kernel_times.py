@@ -20,9 +20,13 @@ The pass ends before the product starts; products of one operand with the same s
 
 A softmax or norm keeps a block of rows in VMEM. Rows that do not fit are read again after every reduction.
 
-Rows that are looked up or added one by one (`Compiler.bias_lookups`) take a cycle for each 128 elements, whatever their
-bytes: compiled by libtpu 0.0.42.1 for v5e, v6e and v7, a row of 1,024 to 4,096 bfloat16 numbers takes 0.8 to 1.1 cycles
-for each 128 of them where it is read, 1.1 to 1.5 where it is added; of float32 numbers 0.4 and 1.4.
+A grouped product is a kernel of its own, whose tiles of columns the cores divide among them: five tiles take two cores
+as long as six. It takes each register of results from the array (`hardware.blocking.result_seconds`).
+
+Rows that are moved one by one keep the core busy, whatever their bytes (`row_moves`). Biases of experts that are looked
+up (`Compiler.bias_lookups`) take a cycle for each 128 elements: compiled by libtpu 0.0.42.1 for v5e, v6e and v7, a row
+of 1,024 to 4,096 bfloat16 numbers takes 0.8 to 1.1 cycles for each 128 of them where it is read, 1.1 to 1.5 where it is
+added; of float32 numbers 0.4 and 1.4.
 
 Fused attention contracts scores over the key dim (both passes) and cotangents over the value dim: dims narrower than
 the array fill it in part. Products over the memory dim can be transposed so that these dims stream.
@@ -37,7 +41,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from hardware.blocking import Blocks, block_sum_seconds, matmul_blocks
+from hardware.blocking import Blocks, block_sum_seconds, matmul_blocks, result_seconds
 from hardware.chips import Chip
 from hardware.core import Matmul, Time, Work, time_of, vpu_seconds
 from hardware.memory import hbm_seconds, vmem_bytes
@@ -153,12 +157,14 @@ class Times:
             traffic += kernel.sweeps * kernel.read_bytes
         # bfloat16 takes half the time on native lanes.
         ops = kernel.padded_vpu_ops - (kernel.narrow_vpu_ops / 2 if chip.vpu_bf16 else 0.0)
-        ops += kernel.row_registers * chip.vpu_sublanes * chip.vpu_lanes * chip.vpu_alus_per_lane  # a cycle each
+        ops += kernel.moves.cycles(chip) * chip.vpu_sublanes * chip.vpu_lanes * chip.vpu_alus_per_lane
         time: Time = time_of(chip, Work(tuple(p for p, _ in kernel.matmuls), vpu_ops=ops, hbm_bytes=traffic))
         bare_seconds = hbm_seconds(chip, min(exposed, traffic) + kernel.quantised_bytes) if time.mxu_seconds else 0.0
         mxu = time.mxu_seconds
         if mxu:
             products = [p for p, _ in kernel.matmuls]
+            if kernel.column_tiles:
+                mxu = self._tiled_seconds(products, mxu, kernel.column_tiles)
             mxu = self.in_step_seconds(products, mxu)
             bare_seconds += min(map(self._paced_share, products)) * self._unhidden(mxu, time.vpu_seconds)
         kernel_time = KernelTime(
@@ -201,6 +207,12 @@ class Times:
         physics, share = self.physics, max(map(self._paced_share, products))
         sums = sum(block_sum_seconds(self.chip, p, physics.block_edge) for p in products) if physics.block_edge else 0.0
         return seconds * (1 - share + share / physics.product_rate) + share * sums
+
+    def _tiled_seconds(self, products: Sequence[Matmul], seconds: float, columns: int) -> float:
+        """Seconds of grouped products that a kernel computes in tiles of columns, each by one core."""
+        cores = self.chip.cores_per_device
+        busiest = -(-columns // cores) * cores / columns
+        return busiest * max(seconds, sum(result_seconds(self.chip, p) for p in products))
 
     def _paced_share(self, product: Matmul) -> float:
         """Share of a product's rows that stream after as many as the array has."""

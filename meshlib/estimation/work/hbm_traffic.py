@@ -1,8 +1,8 @@
 """HBM traffic of a fusion group: each buffer once, in whole tiles, and parts where only parts are read.
 
-An operation that accesses part of an operand (gather, slice) reads that part; a gather of rows reads the tiles of 8
-rows that contain them; an in-place update writes a part. Where readers recompute a value (`stored_values`), they read
-the values that it is computed from.
+An operation that accesses part of an operand (gather, slice) reads that part; a gather of rows copies the 32-bit words
+that contain them, of which narrower rows share one, as often as they are looked up; an in-place update writes a part.
+Where readers recompute a value (`stored_values`), they read the values that it is computed from.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
-from hardware.memory import LANES, SUBLANES
+from hardware.memory import LANES
 from meshlib.core.opdef import Home, Kind
 from meshlib.estimation.work.stored_values import Stored
 from meshlib.program.analysis.work import local_types
 from meshlib.program.instructions import Commit, Compute, Instruction, Move, Resident, Value
+
+WORD_BITS = 32
+HELD_TABLE_BYTES = 16 << 20  # a smaller table is copied to VMEM once: the compiler's default for a kernel
 
 
 class Use(NamedTuple):
@@ -101,7 +104,9 @@ def _read(i: Instruction, n: int, x: Value, stored: Stored) -> tuple[int, int]:
         row = row_looked_up(i, x)
         if row and row % LANES:  # relayout: the table is read and written
             return min(whole[0], exact), 2 * whole[1]
-        return min(whole[0], exact), min(whole[1], padded * (SUBLANES if row else 1))
+        if row and whole[1] > HELD_TABLE_BYTES:
+            return exact, padded * WORD_BITS // i.outputs[0].tensor.dtype.bits
+        return min(whole[0], exact), min(whole[1], padded)
     return whole
 
 

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from hardware.core import Matmul
 from hardware.memory import SUBLANES
+from meshlib.core.compiler import Compiler
 from meshlib.core.dtypes import BFLOAT16
 from meshlib.core.graph import FORWARD
 from meshlib.core.opdef import Kind, Storage
@@ -28,6 +29,7 @@ from meshlib.estimation.work.products import (
     share_useful,
     useful_flops,
 )
+from meshlib.estimation.work.row_moves import NO_MOVES, RowMoves, row_moves_of
 from meshlib.estimation.work.stored_values import Stored
 from meshlib.estimation.work.tiles import padding_ratio
 from meshlib.program.analysis.work import local_work
@@ -62,7 +64,8 @@ class Kernel:
       read_bytes: padded bytes read.
       again: for each value in HBM that was used recently: bytes moved since then, its own bytes, and the bytes spared
         if it is still in VMEM.
-      row_registers: registers of 128 lanes in rows that the core reads or adds one by one.
+      moves: rows that are looked up or added one by one.
+      column_tiles: tiles of columns of a grouped product, which a kernel of its own divides among cores; 0 of others.
       passes: the compiler's passes over the group, if the group is the whole program.
     """
 
@@ -91,7 +94,8 @@ class Kernel:
     sweeps: int = 0
     read_bytes: int = 0
     again: tuple[tuple[int, int, float], ...] = ()
-    row_registers: int = 0
+    moves: RowMoves = NO_MOVES
+    column_tiles: int = 0
     passes: Passes | None = None
 
     @cached_property
@@ -101,7 +105,7 @@ class Kernel:
         narrow = self.quantised_bytes, self.spared_bytes
         here = self.at_hand_bytes, self.at_hand, self.row_bytes, self.sweeps, self.read_bytes
         reuse = self.kept, self.resident, self.again, self.temporary_bytes
-        return (*work, self.free, *reuse, self.attention, *narrow, *here, self.row_registers, self.passes)
+        return (*work, self.free, *reuse, self.attention, *narrow, *here, self.moves, self.column_tiles, self.passes)
 
     @property
     def has_constants(self) -> bool:
@@ -127,6 +131,7 @@ def kernel_of(
     forward: frozenset[str],
     in_place: frozenset[Value],
     region: str | None,
+    compiler: Compiler,
 ) -> Kernel:
     """The work of a fusion group.
 
@@ -176,6 +181,7 @@ def kernel_of(
         row_bytes=row_bytes,
         sweeps=sweeps,
         read_bytes=sum([use.padded_bytes for use in read]),
+        moves=row_moves_of(members, compiler),
     )
 
 

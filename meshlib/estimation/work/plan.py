@@ -19,6 +19,7 @@ from meshlib.estimation.work.communication import Communication, CompiledCollect
 from meshlib.estimation.work.kernel_passes import passes_of
 from meshlib.estimation.work.kernels import Kernel, forward_names, kernel_of
 from meshlib.estimation.work.products import Quantised, in_ragged_tiles, is_matmul, looked_up_registers, narrow_values
+from meshlib.estimation.work.row_moves import RowMoves
 from meshlib.estimation.work.stored_values import Stored
 from meshlib.estimation.work.units import Unit, UnitPlan
 from meshlib.estimation.work.vmem_reuse import Recent
@@ -141,7 +142,14 @@ class _UnitPlanner:
             self.recent.moved_bytes += result_bytes
         else:
             kernel = kernel_of(
-                self.program, members, self.stored, self.quantised, self.whole.forward, self.in_place, self.region
+                self.program,
+                members,
+                self.stored,
+                self.quantised,
+                self.whole.forward,
+                self.in_place,
+                self.region,
+                self.whole.compiler,
             )
             self.recent.run(place, kernel)
             unit.kernel = self._in_tiles(kernel, members) if kernel.matmuls else kernel
@@ -176,12 +184,12 @@ class _UnitPlanner:
         compiler, product = self.whole.compiler, next(filter(is_matmul, members))
         registers = looked_up_registers(product) if compiler.bias_lookups else 0
         if registers:
-            return replace(kernel, matmuls=(), row_registers=registers)
+            return replace(kernel, matmuls=(), moves=RowMoves(registers))
         if not compiler.ragged_tile_width:
             return kernel
         ((matmul, itemsizes),) = kernel.matmuls
-        tiled = in_ragged_tiles(matmul, product, compiler.ragged_tile_width)
-        return kernel if tiled is matmul else replace(kernel, matmuls=((tiled, itemsizes),))
+        tiled, columns = in_ragged_tiles(matmul, product, compiler.ragged_tile_width)
+        return replace(kernel, matmuls=((tiled, itemsizes),), column_tiles=columns) if columns else kernel
 
     def _number(self, value: Value) -> int:
         return self.numbers.setdefault(value, len(self.numbers))

@@ -105,27 +105,28 @@ def with_shared_tiles(product: Product) -> Product:
     return replace(product, contracted=rows) if product.groups_summed else replace(product, rows=rows)
 
 
-def in_ragged_tiles(matmul: Matmul, product: Compute, width: int) -> Matmul:
-    """A product of rows sorted by expert, with weights in whole tiles; other products unchanged.
+def in_ragged_tiles(matmul: Matmul, product: Compute, width: int) -> tuple[Matmul, int]:
+    """A product of rows sorted by expert, with weights in whole tiles, and its number of tiles of columns.
 
-    Token rows are not padded.
+    Token rows are not padded. Other products are unchanged, without tiles. Columns are the weights' dim of the result;
+    of a result that is the weights' gradient its last dim.
 
     Args:
       matmul, product: the product on one device, and its instruction.
       width: inputs and outputs of a tile.
+    Source: `gmm` and `tgmm` of jax.experimental.pallas.ops.tpu.megablox, whose first grid dim is that of columns.
     """
     if "filled" not in product.operation.attrs:
-        return matmul
+        return matmul, 0
     shapes = [x.tensor.shape.names for x in (*product.inputs[:2], *product.outputs)]
     roles = matmul_plan(*shapes)
     weight = next(names for names in shapes if product.operation.attrs["groups"] in names)
     sizes = {"m": roles.rows, "k": roles.contracted, "n": roles.columns}
-    tiled = {
-        size: -(-getattr(matmul, size) // width) * width
-        for size, names in sizes.items()
-        if names and set(names) <= set(weight) and getattr(matmul, size) > width
-    }
-    return replace(matmul, **tiled)
+    of_weight = {size: names for size, names in sizes.items() if names and set(names) <= set(weight)}
+    tiles = {size: -(-getattr(matmul, size) // width) for size in of_weight}
+    tiled = {size: count * width for size, count in tiles.items() if count > 1}
+    columns = [size for size, names in of_weight.items() if size != "k" and (size == "n" or weight[-1] in names)]
+    return replace(matmul, **tiled), tiles[columns[-1]] if columns else 1
 
 
 def looked_up_registers(product: Compute) -> int:

@@ -140,9 +140,9 @@ def noise_bytes(s: Settings) -> int:
     return NOISE_BYTES if s["quantization"] == "int8" and s.values.get("use_qwix_quantization") is not True else 0
 
 
-def looks_up_biases(config: TransformerConfig) -> bool:
-    """True if MaxText looks biases up row by row: those of experts whose tokens are sorted."""
-    return config.bias and config.experts is not None and config.experts.form == "grouped"
+def sorts_tokens(config: TransformerConfig) -> bool:
+    """True if MaxText sorts tokens by expert: their gradients are lookups, biases of experts are looked up by row."""
+    return config.experts is not None and config.experts.form == "grouped"
 
 
 def _kernel(s: Settings) -> str:

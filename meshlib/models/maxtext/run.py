@@ -19,7 +19,7 @@ from meshlib.lowering import Session
 from meshlib.models.config import TransformerConfig
 from meshlib.models.maxtext.kernels import chip_of
 from meshlib.models.maxtext.keys import PARTS
-from meshlib.models.maxtext.model import FLOATS, config_of, looks_up_biases, noise_bytes
+from meshlib.models.maxtext.model import FLOATS, config_of, noise_bytes, sorts_tokens
 from meshlib.models.maxtext.remat import remat_of
 from meshlib.models.maxtext.rules import AxisSizes, Translation, axes_of, translated
 from meshlib.models.maxtext.settings import OVERRIDES, WHAT, Settings, settings_of
@@ -263,10 +263,11 @@ class MaxTextRun:
             s.fail("num_vocab_tiling", f"must divide max_target_length: {self.length} % {blocks} = {rest}")
 
     def compiler(self, compiler: Compiler = XLA_TPU) -> Compiler:
-        """The compiler record, with the random bits that its quantisation reads, and how it adds biases of experts."""
+        """The compiler record, with the random bits that its quantisation reads, and what it does for sorted tokens."""
         noise = noise_bytes(self.settings) or compiler.rounding_noise_bytes
-        lookups = looks_up_biases(self.config) or compiler.bias_lookups
-        return replace(compiler, rounding_noise_bytes=noise, bias_lookups=lookups)
+        if sorts_tokens(self.config):
+            compiler = replace(compiler, row_sums="gather", bias_lookups=self.config.bias or compiler.bias_lookups)
+        return replace(compiler, rounding_noise_bytes=noise)
 
     def program(self, slice: str | Slice, compiler: Compiler = XLA_TPU) -> Program:
         """The lowered training step on a slice.
