@@ -376,7 +376,7 @@ def test_a_bound_counts_products_of_experts() -> None:
         assert problem.bounds.seconds(c) < 0.4 * step
         bounds = problem.bounds_under(c)
         for bound in (bounds.seconds(c), bounds.critical_path_seconds(c), bounds.core_time_seconds([c])[0]):
-            assert 0.92 * step < bound <= step
+            assert 0.9 * step < bound <= step
 
 
 @pytest.mark.parametrize("sizes", [(8192, 8, 4096), (1024, 256, 512)], ids=["full tiles", "short tiles"])
@@ -410,7 +410,7 @@ def test_a_bound_reads_rows_of_two_experts_once() -> None:
     mesh, layout = mtf.Mesh("data:2;length:4;model:2"), LayoutRules("batch:data;length:length;vocab:model")
     c = laid((), Slice("v6e-16"), mesh, layout, problem.named)
     step, bounds = problem.estimate(c).step_seconds, problem.bounds_under(c)
-    assert 0.79 * step < max(bounds.seconds(c), *bounds.core_time_seconds([c])) <= step
+    assert 0.78 * step < max(bounds.seconds(c), *bounds.core_time_seconds([c])) <= step
 
 
 def test_a_bound_on_memory_knows_how_carries_lie() -> None:
