@@ -137,6 +137,21 @@ def test_cores_share_tiles_of_columns() -> None:
     assert ratio == pytest.approx(5 / 4, rel=0.01)
 
 
+def test_columns_of_a_gradient_of_weights_are_their_outputs() -> None:
+    """`tgmm` divides the last dim of [experts, inputs, outputs]."""
+
+    def gradient(chip: str, d: int, f: int) -> float:
+        rows, e, d_in, f_out = D("r", 65536), D("e", 16), D("d", d), D("f", f)
+        with mtf.Graph():
+            x, w = mtf.input("x", [rows, d_in], "bfloat16"), mtf.variable("w", [e, d_in, f_out], dtype="bfloat16")
+            y = mtf.ragged_dot(x, w, mtf.input("sizes", [e], "int32"), rows, e)
+            (dw,) = mtf.gradients([y], [w], [mtf.input("dy", [rows, f_out], "bfloat16")])
+            return sum(row.mxu_seconds for row in estimated(dw, chip).rows)
+
+    assert gradient("v5e", 2048, 5120) == pytest.approx(gradient("v5e", 5120, 2048), rel=0.01)
+    assert gradient("v5p", 2048, 5120) == pytest.approx(6 / 5 * gradient("v5p", 5120, 2048), rel=0.01)
+
+
 def test_grouped_products_in_eight_bits_gain_little_on_v7() -> None:
     """Results leave the array at the rate of products in bfloat16; products of XLA gain twice."""
     gain = grouped("v7", 4096, 2048) / grouped("v7", 4096, 2048, quantised=True)
