@@ -252,12 +252,9 @@ class Search:
 
     def _look_ahead(self, order: Sequence[int], place: int) -> None:
         """With several processes, compute the closer bounds of the candidates that follow in one batch."""
-        if (
-            self.objective.closer is None
-            or self.count == 1
-            or self.fruitless >= FRUITLESS
-            or order[place] in self.closer
-        ):
+        if self.objective.closer is None or self.count == 1 or self.fruitless >= FRUITLESS:
+            return
+        if order[place] in self.closer:
             return
         following = (n for n in order[place:] if n not in self.closer and n not in self.outcomes and self._may_win(n))
         self.closer |= self._task_results("bound", [*islice(following, AHEAD * self.count)])
@@ -284,11 +281,8 @@ class Search:
             if o.fits:
                 self.best = min(self.best, o.value)
             if o.figures is not None:
-                value = (
-                    o.value
-                    / (o.bound or 1.0)
-                    * (1.0 if o.fits else max(2.0, o.figures.peak_bytes / o.figures.capacity_bytes))
-                )
+                excess = 1.0 if o.fits else max(2.0, o.figures.peak_bytes / o.figures.capacity_bytes)
+                value = o.value / (o.bound or 1.0) * excess
                 for part in self.traits[n]:
                     self.values.setdefault(part, []).append(value)
                     self.means[part] = sum(self.values[part]) / len(self.values[part])
@@ -410,11 +404,9 @@ class Search:
         bound, bare = self.bounds[n], self.bare.get(n, self.bounds[n])
         if best <= 0:
             return "not better by its bound"
-        what = (
-            f"by what it has to send; by its products alone {bare / best - 1:+.1%}"
-            if bare < best
-            else "by its products"
-        )
+        what = "by its products"
+        if bare < best:
+            what = f"by what it has to send; by its products alone {bare / best - 1:+.1%}"
         return f"at least {bound / best - 1:.1%} worse {what}"
 
     def _text(self) -> str:
