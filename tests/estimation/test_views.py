@@ -9,7 +9,7 @@ import pytest
 
 import meshlib as mtf
 from hardware import CHIPS, Slice
-from meshlib.core.text import seconds_text
+from meshlib.core.text import seconds_text, usd_text
 from meshlib.estimation.views.difference import difference
 from tests.estimation.test_trace import layered
 
@@ -60,7 +60,7 @@ def test_money(est):
     assert est.usd(0) == 0
     assert est.usd(1000) == pytest.approx(1000 * est.usd())
     assert est.epoch_usd(1000, 512) == est.usd(2)
-    assert f"${est.usd(1000):.4g}" in est.table(0)
+    assert usd_text(est.usd(1000)) in est.table(0)
     free = Slice("v3-8", dataclasses.replace(CHIPS["v3"], usd_per_chip_hour=None))
     unpriced = mtf.estimate(est.program, free)
     assert "$" not in unpriced.table()
