@@ -17,8 +17,8 @@ from meshlib.core.errors import GraphError, nearest
 # Modes of hiding collectives behind computation; the rules are in `meshlib.estimation.time.scheduling`.
 OVERLAPS = ("none", "independent", "collective matmul")
 PARTITIONERS = ("explicit", "gspmd")
-# Collectives that a SparseCore can run: those with a compiler flag of their own.
 ROW_SUMS = ("scatter", "scatter 2025", "gather")
+# Collectives that a SparseCore can run: those with a compiler flag of their own.
 OFFLOADED = ("all_gather", "reduce_scatter", "all_reduce")
 _FLAGS = ("stationary_weights", "unrolled_loops", "whole_torus_axes", "slice_jitter", "bias_lookups")
 

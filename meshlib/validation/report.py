@@ -144,7 +144,7 @@ def unmodelled(r: Checked) -> str:
     if run.locals:
         causes.append("VPU work of the additional norms")
     if run.experts is not None and slow:
-        causes.append("tokens moved to experts and back slower than HBM streams, the host's copies of what is kept")
+        causes.append("how tokens are sorted and weighted around their experts, the host's copies of what is kept")
     if run.eight_bit:
         causes.append("how quantisation fuses with what is around it")
     if run.evaluation:
