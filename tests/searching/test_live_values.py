@@ -12,7 +12,8 @@ from meshlib.core.loop_record import Active
 from meshlib.models.serving import Step
 from meshlib.ops.control.branches import branch
 from meshlib.searching.bounds.least_memory import LeastMemory
-from tests.effort import each
+from tests.effort import deep, each
+from tests.lowering.pairs import pair
 
 SIDE = 64
 BLOCK = 4 * SIDE * SIDE  # bytes of each tensor below
@@ -183,6 +184,16 @@ def test_what_is_written_in_place_counts_once(build: Callable[[], Step]) -> None
     least = LeastMemory.of([*outputs.values()], updates)
     bound, peak = least.peak_bytes(mtf.LayoutRules(""), mtf.Mesh("device:1")), session.lower().memory.peak_bytes
     assert 0.98 * peak < bound <= peak
+
+
+@each("number", range(200) if deep() else (6, 26, 36, 46, 116))
+def test_sums_that_follow_from_others_are_not_counted(number: int) -> None:
+    """Of random programs: 26 and 116 multiply, after their sum over a dim, what is written as a product before it."""
+    drawn = pair(number)
+    session = mtf.Session(drawn.outputs, drawn.updates)
+    least = LeastMemory.of([*drawn.outputs.values()], drawn.updates)
+    bound = least.peak_bytes(mtf.LayoutRules(drawn.layout), mtf.Mesh(drawn.mesh))
+    assert bound <= session.lower(drawn.mesh, drawn.layout).memory.peak_bytes
 
 
 @each("name", ["gpt2", "t5-small", "mixtral-8x7b"])

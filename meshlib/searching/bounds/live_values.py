@@ -2,7 +2,8 @@
 
 Of a path from a result that nothing recomputes, computed before an operation, to what the operation or a later one
 reads, some tensor is in memory while the operation runs. Paths without a common tensor take separate buffers. A loop's
-body may write the results of a trip into the memory of the loop's, so paths within a body avoid its results.
+body may write the results of a trip into the memory of the loop's, so paths within a body avoid its results. Sums that
+a layout may derive from other sums count for nothing, nor does what they read.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from itertools import count
 
 from meshlib.core.graph import Operation, Tensor
 from meshlib.core.laid_dims import LaidDimension
-from meshlib.core.opdef import ON_MXU, RESIDENT, THROUGH, Kind, Storage
+from meshlib.core.opdef import ON_MXU, RESIDENT, THROUGH, Kind, PowerProduct, Storage
+from meshlib.lowering.shared_sums import shared_sums
 from meshlib.lowering.simplification import Simplified, simplify
 
 MOST = 4
@@ -56,7 +58,7 @@ def live_sets_of(simple: Simplified, results: Collection[Tensor]) -> list[LiveSe
     """
     flow = _Flow(simple, {simple.of(t) for t in results})
     loops = [n for n, op in enumerate(flow.operations) if op.loop is not None]
-    products = [n for n, op in enumerate(flow.operations) if op.opdef.kind is Kind.CONTRACTION]
+    products = [n for n, op in enumerate(flow.operations) if op.opdef.kind is Kind.CONTRACTION and flow.runs(op)]
     others = sorted(products, key=flow.live_bytes, reverse=True)[:MOST]
     return [flow.live_set(n) for n in (*loops, *others)]
 
@@ -83,17 +85,26 @@ class _Flow:
         self.elsewhere = {self.root.get(t, t) for t in self.results}
         self.elsewhere.update(y for op in self.operations if op.opdef.kind in RESIDENT for y in op.outputs)
         uses = self.simple.uses
-        self.readers = {t: sum({1 << self.number[op] for op, _ in users}) for t, users in uses.items()}
+        self.derived = _derived(self.simple, self.results)
+        self.readers = {
+            t: sum({1 << self.number[op] for op, _ in users if op not in self.derived})
+            for t, users in uses.items()
+            if t.operation not in self.derived
+        }
         self.kernels = sum(1 << n for n, op in enumerate(self.operations) if op.opdef.kind in (*ON_MXU, Kind.LOOP))
         self.later = [0] * len(self.operations)
         for n in reversed(range(len(self.operations))):
             self.later[n] = 1 << n
             for y in self.operations[n].outputs:
-                for op, _ in uses.get(y, ()):
+                for op, _ in uses.get(y, ()) if y in self.readers else ():
                     self.later[n] |= self.later[self.number[op]]
         starts = {y: _bytes(y) for op in self.operations for y in op.outputs if self._is_start(op, y)}
         least = SMALL * max(starts.values(), default=0)
         self.starts = {y: [*self._paths(y, set())] for y, size in starts.items() if size > least}
+
+    def runs(self, op: Operation) -> bool:
+        """True if an operation runs by itself, under every layout."""
+        return not _is_inlined(op) and op not in self.derived
 
     def _is_start(self, op: Operation, y: Tensor) -> bool:
         """True if a result is in memory for all that read it, or for loops: others may compute it from its operands."""
@@ -122,7 +133,7 @@ class _Flow:
             if t is start and _is_inlined(t.operation):
                 return
             for op, _ in self.simple.uses.get(t, ()):
-                for y in op.outputs if op.opdef.kind in THROUGH else ():
+                for y in op.outputs if op.opdef.kind in THROUGH and op not in self.derived else ():
                     size = min(-negative, _bytes(y))
                     if size > least and self.root[y] not in self.elsewhere and self.root[y] not in avoided:
                         heapq.heappush(heap, (-size, next(order), (*path, y)))
@@ -183,6 +194,14 @@ class _Flow:
         return live_sets_of(simplify(loop.body, results, ()), results)
 
 
+def _derived(simple: Simplified, results: Collection[Tensor]) -> set[Operation]:
+    """The sums that are computed from others under some layout, as `shared_sums` has it if all dims are split."""
+    sums = [op for op in simple.operations if op.opdef.kind in (Kind.REDUCTION, Kind.CONTRACTION)]
+    summed = {op.output: frozenset(d.name for x in simple.inputs[op] for d in x.shape) for op in sums}
+    sharing = shared_sums(simple, {y: names.difference(y.shape.names) for y, names in summed.items()}, results)
+    return {y.operation for y in sharing.terms} if sharing is not None else set()
+
+
 def _shares_memory(op: Operation) -> bool:
     """True if a result may have the memory of operand 0: another name, a partial update, a branch."""
     branch = op.loop is not None and op.loop.branch is not None
@@ -191,7 +210,8 @@ def _shares_memory(op: Operation) -> bool:
 
 def _is_inlined(op: Operation) -> bool:
     """True if kernels that read a result may compute it themselves."""
-    return op.opdef.kind in (*THROUGH, Kind.COPY) or (op.opdef.kind is Kind.INDEXED and op.opdef.reads_part)
+    looked_up = op.opdef.kind is Kind.INDEXED and op.opdef.reads_part
+    return looked_up or op.opdef.kind in (*THROUGH, Kind.COPY) or isinstance(op.opdef.form(op), PowerProduct)
 
 
 def _bytes(t: Tensor) -> float:
