@@ -19,7 +19,7 @@ def near_tie(est: Estimate) -> str:
       ...     config = mtf.models.preset("llama3-8b").replace(layers=4)
       ...     outputs, updates = mtf.models.train_step(config, batch=8, length=4096)
       >>> near_tie(mtf.estimate(mtf.lower(outputs, updates), "v6e-1"))
-      'hbm 81%*, mxu 73%* of the step; 68%* of HBM traffic is operands that products read again, block by block'
+      'hbm 81%*, mxu 73%* of the step; 67%* of HBM traffic is operands that products read again, block by block'
     """
     bounds, busy = est.bound_seconds, est.engine_seconds
     first = max(bounds, key=lambda name: bounds[name])

@@ -48,7 +48,7 @@ class RowSums(NamedTuple):
 
         >>> from hardware import CHIPS
         >>> [round(RowSums(1, n, 1, False).cycles(CHIPS["v5e"])) for n in (1024, 2048, 4096, 7168)]
-        [23, 44, 109, 343]
+        [23, 44, 111, 373]
         """
         registers = -(-self.width // LANES)
         vmem = min(chip.scoped_vmem_bytes, chip.vmem_bytes_per_core)
