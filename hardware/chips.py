@@ -47,7 +47,7 @@ class Chip(Attributes):
       sparse_cores_per_chip: SparseCores, for collectives beside the program; with sparse_core_gathers for gathers, too.
       scoped_vmem_bytes: VMEM of one core that a single kernel may take; the rest holds what later kernels read.
       attention_backward_kernels: number of kernels in the backward pass of fused attention.
-      attention_tile, attention_window_tile, attention_backward_tile: (queries, keys) of a tile: forward, with a window, back.
+      attention_tile, attention_window_tile, attention_backward_tile: (queries, keys): forward, with a window, back.
 
     Raises: HardwareError on a size that is not a positive integer, or a rate that is not finite.
     Example:
