@@ -9,9 +9,11 @@ import pytest
 
 import meshlib as mtf
 from meshlib.core.loop_record import Active
+from meshlib.lowering.simplification import simplify
 from meshlib.models.serving import Step
 from meshlib.ops.control.branches import branch
 from meshlib.searching.bounds.least_memory import LeastMemory
+from meshlib.searching.bounds.live_values import _bytes, _Flow
 from tests.effort import deep, each
 from tests.lowering.pairs import pair
 
@@ -184,6 +186,17 @@ def test_what_is_written_in_place_counts_once(build: Callable[[], Step]) -> None
     least = LeastMemory.of([*outputs.values()], updates)
     bound, peak = least.peak_bytes(mtf.LayoutRules(""), mtf.Mesh("device:1")), session.lower().memory.peak_bytes
     assert 0.98 * peak < bound <= peak
+
+
+def test_live_bytes_of_all_operations_at_once_are_those_of_each() -> None:
+    config = mtf.models.preset("t5-small").replace(layers=2)
+    with mtf.Graph() as graph:
+        outputs, updates = mtf.models.train_step(config, 2, 128, scan=False)
+    flow = _Flow(simplify(graph, [*outputs.values()], updates), set())
+    several = flow.live_bytes(range(len(flow.operations)))
+    for n, op in enumerate(flow.operations):
+        sizes = (next((size for path, size in flow.starts[y] if flow._crosses(path, n)), 0.0) for y in flow._before(n))
+        assert several[n] == pytest.approx(sum(sizes) + sum(map(_bytes, op.outputs)))
 
 
 @each("number", range(200) if deep() else (6, 26, 36, 46, 116))

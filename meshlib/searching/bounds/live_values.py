@@ -11,7 +11,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import count
+from operator import or_
 
 from meshlib.core.graph import Operation, Tensor
 from meshlib.core.laid_dims import LaidDimension
@@ -59,7 +61,8 @@ def live_sets_of(simple: Simplified, results: Collection[Tensor]) -> list[LiveSe
     flow = _Flow(simple, {simple.of(t) for t in results})
     loops = [n for n, op in enumerate(flow.operations) if op.loop is not None]
     products = [n for n, op in enumerate(flow.operations) if op.opdef.kind is Kind.CONTRACTION and flow.runs(op)]
-    others = sorted(products, key=flow.live_bytes, reverse=True)[:MOST]
+    live_bytes = flow.live_bytes(products) if len(products) > MOST else {}
+    others = sorted(products, key=lambda n: live_bytes.get(n, 0.0), reverse=True)[:MOST]
     return [flow.live_set(n) for n in (*loops, *others)]
 
 
@@ -70,6 +73,7 @@ class _Flow:
     simple: Simplified
     results: set[Tensor]
     later: list[int] = field(init=False)  # operations that depend on one, and itself
+    inlined: set[Operation] = field(init=False)  # whose results others may compute
     readers: dict[Tensor, int] = field(init=False)
     loops: dict[Tensor, int] = field(default_factory=dict)  # the loops among the readers of inlined tensors
     starts: dict[Tensor, list[tuple[Path, float]]] = field(init=False)  # with the paths from them, and their bytes
@@ -85,6 +89,7 @@ class _Flow:
         self.elsewhere = {self.root.get(t, t) for t in self.results}
         self.elsewhere.update(y for op in self.operations if op.opdef.kind in RESIDENT for y in op.outputs)
         uses = self.simple.uses
+        self.inlined = {op for op in self.operations if _is_inlined(op)}
         self.derived = _derived(self.simple, self.results)
         self.readers = {
             t: sum({1 << self.number[op] for op, _ in users if op not in self.derived})
@@ -104,13 +109,13 @@ class _Flow:
 
     def runs(self, op: Operation) -> bool:
         """True if an operation runs by itself, under every layout."""
-        return not _is_inlined(op) and op not in self.derived
+        return op not in self.inlined and op not in self.derived
 
     def _is_start(self, op: Operation, y: Tensor) -> bool:
         """True if a result is in memory for all that read it, or for loops: others may compute it from its operands."""
         if y.on_host or y in self.simple.again or self.root[y] in self.elsewhere:
             return False
-        if not _is_inlined(op):
+        if op not in self.inlined:
             return y in self.readers
         self.loops[y] = sum(
             {1 << self.number[user] for user, _ in self.simple.uses.get(y, ()) if user.loop is not None}
@@ -130,7 +135,7 @@ class _Flow:
                 continue
             seen.add(t)
             yield path, -negative
-            if t is start and _is_inlined(t.operation):
+            if t is start and t.operation in self.inlined:
                 return
             for op, _ in self.simple.uses.get(t, ()):
                 for y in op.outputs if op.opdef.kind in THROUGH and op not in self.derived else ():
@@ -140,9 +145,12 @@ class _Flow:
 
     def _crosses(self, path: Path, n: int) -> bool:
         """True if the end of a path is computed without operation `n`, and read by it or by what depends on it."""
+        return bool(self._readers_of(path) & self.later[n]) and not self.later[n] >> self.number[path[-1].operation] & 1
+
+    def _readers_of(self, path: Path) -> int:
+        """What reads the end of a path."""
         t = path[-1]
-        readers = self.loops if len(path) == 1 and _is_inlined(t.operation) else self.readers
-        return bool(readers.get(t, 0) & self.later[n]) and not self.later[n] >> self.number[t.operation] & 1
+        return (self.loops if len(path) == 1 and t.operation in self.inlined else self.readers).get(t, 0)
 
     def _before(self, n: int) -> Iterator[Tensor]:
         """The starts that an operation depends on."""
@@ -151,10 +159,30 @@ class _Flow:
             if number != n and self.later[number] >> n & 1:
                 yield y
 
-    def live_bytes(self, n: int) -> float:
-        """About the bytes of the paths across an operation, and of its results."""
-        widest = (next((size for path, size in self.starts[y] if self._crosses(path, n)), 0.0) for y in self._before(n))
-        return sum(widest) + sum(map(_bytes, self.operations[n].outputs))
+    def live_bytes(self, numbers: Sequence[int]) -> dict[int, float]:
+        """For each of these operations, about the bytes of the widest paths across it, and of its results."""
+        total = {n: sum(map(_bytes, self.operations[n].outputs)) for n in numbers}
+        asked = sum(1 << n for n in numbers)
+        earlier = [0] * len(self.operations)  # the asked operations that one depends on, and itself
+        for n, op in enumerate(self.operations):
+            earlier[n] = (1 << n) & asked
+            for x in self.simple.inputs[op]:
+                if op not in self.derived and x.operation in self.number and x.operation not in self.derived:
+                    earlier[n] |= earlier[self.number[x.operation]]
+        across: dict[int, int] = {}  # the asked operations that some of these readers depend on
+        for y, paths in self.starts.items():
+            left = self.later[self.number[y.operation]] & asked & ~(1 << self.number[y.operation])
+            for path, size in paths if left else ():
+                readers = self._readers_of(path)
+                if readers not in across:
+                    across[readers] = reduce(or_, (earlier[n] for n in _bits(readers)), 0)
+                crossed = left & across[readers] & ~earlier[self.number[path[-1].operation]]
+                for n in _bits(crossed):
+                    total[n] += size
+                left &= ~crossed
+                if not left:
+                    break
+        return total
 
     def live_set(self, n: int) -> LiveSet:
         """The live set of an operation, with paths from the largest starts first."""
@@ -192,6 +220,14 @@ class _Flow:
         stacked = zip(op.outputs[loop.carries :], loop.stacked, strict=True)
         results = [*loop.made.finals, *(t for y, t in stacked if self.simple.uses.get(y) or y in self.results)]
         return live_sets_of(simplify(loop.body, results, ()), results)
+
+
+def _bits(numbers: int) -> Iterator[int]:
+    """The numbers in a set of operations."""
+    while numbers:
+        lowest = numbers & -numbers
+        yield lowest.bit_length() - 1
+        numbers ^= lowest
 
 
 def _derived(simple: Simplified, results: Collection[Tensor]) -> set[Operation]:
