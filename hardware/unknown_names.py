@@ -9,6 +9,11 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 FEW = 20  # attributes listed in a message
 
 
+def _nearest(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
 class Attributes:
     """A type whose unknown attributes are answered with what it has.
 
@@ -28,9 +33,7 @@ class Attributes:
             if name.startswith("_"):  # protocols that probe for a method of this name
                 raise AttributeError(name)
             known = [x for x in dir(self) if not x.startswith("_")]
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            hint = hint or (f"; it has {', '.join(known)}" if len(known) <= FEW else "")
+            hint = _nearest(name, known) or (f"; it has {', '.join(known)}" if len(known) <= FEW else "")
             raise AttributeError(f"{type(self).__name__} has no {name!r}{hint}")
 
 
@@ -54,5 +57,4 @@ def elsewhere(name: str) -> str:
     if name in IN_MODULES:
         return f"; write {IN_MODULES[name]}"
     public = [known for known in vars(hardware) if not known.startswith("_")]
-    close = difflib.get_close_matches(name, public, n=1, cutoff=0.7)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return _nearest(name, public)
