@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from math import inf
@@ -156,14 +156,12 @@ def plans_of(
 
 
 def _closest(tried: Sequence[_Tries]) -> None:
-    """Where none fits, lower those that may need the least memory of all that their bounds excluded."""
+    """Where none fits, lower those that may need the least memory, with any rematerialisation."""
     tried[0].show("none fits")
-    excluded = [(plan.order, n, plan) for n, tries in enumerate(tried) for plan in tries.plans if plan.least_bytes]
-    for _, n, plan in sorted(excluded, key=lambda each: each[:2]):
-        tries = tried[n]
-        if plan.least_bytes < min(each.least_needed for each in tried):
-            tries.plans.remove(plan)
-            tries.add(plan.name, plan.mesh, plan.choices)
+    unlowered = [(least, n, each) for n, tries in enumerate(tried) for least, each in tries.unlowered()]
+    for least, n, (name, mesh, choices) in sorted(unlowered, key=lambda one: one[:2]):
+        if least < min(tries.least_needed for tries in tried):
+            tried[n].add(name, mesh, choices)
 
 
 def with_more_rematerialisation(subject: Subject, where: Slice, plans: Sequence[PlannedLayout]) -> list[PlannedLayout]:
@@ -257,6 +255,14 @@ class _Tries:
         """The fewest bytes that a lowered layout is known to need."""
         return min((plan.memory.needed_bytes for plan in self.plans if plan.memory is not None), default=inf)
 
+    def unlowered(self) -> Iterator[tuple[float, tuple[str, str, dict[str, object]]]]:
+        """Possible layouts that were not lowered, with every rematerialisation, each after a bound of its memory."""
+        known = [(plan.name, plan.mesh, plan.choices) for plan in self.plans if not plan.least_bytes]
+        for name, mesh in self.layouts:
+            for choices in self.choices:
+                if (name, mesh, choices) not in known and (least := self._least_bytes(name, mesh, choices)):
+                    yield least, (name, mesh, choices)
+
     def lighter(self, name: str, mesh: str) -> bool:
         """Try the least rematerialisation that may fit, then more, but not the most; returns whether one fits."""
         if (name, mesh) not in self._lightened:
@@ -276,7 +282,7 @@ class _Tries:
         plan = _lowered(self.subject, self.where, name, mesh, choices)
         if plan.fits or self.named:
             plan = timed(self.subject, self.where, plan, self.asked)
-        self.plans.append(plan)
+        self.plans = [p for p in self.plans if (p.name, p.mesh, p.choices) != (name, mesh, choices)] + [plan]
         fitting = next((min(each.plans, key=lambda p: p.order) for each in self.batches if each.fastest < inf), None)
         if fitting is not None and fitting.est is not None:
             self.show(f"fits: {fitting.name}, {seconds_text(fitting.est.step_seconds)}")
