@@ -14,10 +14,10 @@ import typing as _typing
 from pathlib import Path as _Path
 
 from hardware.checks import HardwareError as HardwareError
+from hardware.chip_files import load_chip as load_chip
 from hardware.chips import CHIPS as CHIPS
 from hardware.chips import Chip as Chip
 from hardware.chips import get_chip as get_chip
-from hardware.chips import load_chip as load_chip
 from hardware.core import Matmul as Matmul
 from hardware.core import Time as Time
 from hardware.core import Work as Work

@@ -24,6 +24,12 @@ class HardwareError(ValueError):
     """
 
 
+class UnknownChipError(HardwareError, KeyError):
+    """A name of no published chip; also a `KeyError`, since `hardware.CHIPS` is a mapping."""
+
+    __str__ = Exception.__str__
+
+
 def whole(name: str, value: object, low: int = 0) -> int:
     """Check that `value` is an integer of at least `low` (no bool, no float); return it as an int.
 

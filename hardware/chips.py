@@ -1,4 +1,4 @@
-"""Chip records: one per TPU generation, each figure with its source; custom chips from code or a file.
+"""Chip records: one per TPU generation, each figure with its source; custom chips.
 
 `CHIPS["v5e"]` is a published chip. `dataclasses.replace(CHIPS["v5e"], hbm_bytes_per_second=8e11)` overrides a figure;
 `Chip(...)` or a TOML file read by `load_chip` defines another machine.
@@ -7,25 +7,19 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import os
 import re
-import stat
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import wraps
 from types import MappingProxyType
-from typing import Any
 
 from hardware.cells import chip_cell
-from hardware.checks import HardwareError, amount, one_of, whole, wholes
+from hardware.checks import HardwareError, UnknownChipError, amount, one_of, whole, wholes
 from hardware.chip_figures import COMMON, FIGURES
-from hardware.unknown_names import Attributes
+from hardware.unknown_names import Attributes, nearest
 
 _NAME = re.compile("[A-Za-z][A-Za-z0-9_]*")
 DTYPES = ("bf16", "int8", "fp8", "int4")
-MOST_BYTES = 1 << 20  # of a chip file
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -156,8 +150,8 @@ class Chip(Attributes):
         if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             raise HardwareError(f"{where}sources must be pairs ((figure, text), ...), not {given!r:.80}")
         for figure, text in pairs:
-            if not isinstance(figure, str) or figure not in _FIELDS:
-                raise HardwareError(f"{where}sources name no figure {figure!r:.80}{_nearest(figure, _FIELDS)}")
+            if not isinstance(figure, str) or figure not in FIELDS:
+                raise HardwareError(f"{where}sources name no figure {figure!r:.80}{nearest(figure, FIELDS)}")
             if not isinstance(text, str):
                 raise HardwareError(f"{where}the source of {figure} must be a text, not {text!r:.80}")
 
@@ -257,12 +251,12 @@ class Chip(Attributes):
           >>> CHIPS["v7"].unpublished[:3], CHIPS["v5e"].unpublished[:1]
           (('clock_hz', 'mxu_rows', 'vpu_alus_per_lane'), ('vpu_alus_per_lane',))
         """
-        return tuple(f for f in _FIELDS if any(word in dict(self.sources).get(f, "") for word in _UNSURE))
+        return tuple(f for f in FIELDS if any(word in dict(self.sources).get(f, "") for word in _UNSURE))
 
     def source(self, name: str) -> str:
         """The source of the figure `name`; "not given" for a chip of your own without sources."""
-        if not isinstance(name, str) or name not in _FIELDS:
-            raise HardwareError(f"a chip has no figure {name!r:.80}{_nearest(name, _FIELDS)}")
+        if not isinstance(name, str) or name not in FIELDS:
+            raise HardwareError(f"a chip has no figure {name!r:.80}{nearest(name, FIELDS)}")
         return dict(self.sources).get(name, "not given")
 
 
@@ -281,7 +275,28 @@ _LAUNCHES = ("launch_seconds", "transfer_seconds", "collective_launch_seconds")
 _OPTIONAL = (
     "peak_bf16_flops", "peak_int8_flops", "peak_fp8_flops", "peak_int4_flops", "usd_per_chip_hour", "tdp_watts",
 )  # fmt: skip
-_FIELDS = tuple(f.name for f in dataclasses.fields(Chip))
+FIELDS = tuple(f.name for f in dataclasses.fields(Chip))
+REQUIRED = {f.name for f in dataclasses.fields(Chip) if f.default is dataclasses.MISSING}
+
+
+def _explained(init: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of a chip; calls that do not match it are told where chips with figures are."""
+
+    @wraps(init)
+    def __init__(self: Chip, *given: object, **figures: object) -> None:
+        try:
+            init(self, *given, **figures)
+        except TypeError as fault:
+            name = given[0] if given and given[0] in FIGURES else "v3"
+            raise HardwareError(
+                f"a Chip of your own takes all its figures by name ({fault!s:.200}); hardware.CHIPS['{name}'] is a "
+                f"published chip, and dataclasses.replace(hardware.CHIPS['{name}'], name='mine', ...) changes figures"
+            ) from None
+
+    return __init__
+
+
+Chip.__init__ = _explained(Chip.__init__)  # type: ignore[method-assign]
 
 
 def _published(name: str) -> Chip:
@@ -290,7 +305,14 @@ def _published(name: str) -> Chip:
     return Chip(name=name, sources=tuple((key, source) for key, (_, source) in figures.items()), **values)
 
 
-CHIPS: Mapping[str, Chip] = MappingProxyType({name: _published(name) for name in FIGURES})
+class _Chips(dict[str, Chip]):
+    """Chips by name; a name that is no key is an alias, or an error that names the chips."""
+
+    def __missing__(self, name: str) -> Chip:
+        return get_chip(name)
+
+
+CHIPS: Mapping[str, Chip] = MappingProxyType(_Chips({name: _published(name) for name in FIGURES}))
 """The published chips by name, such as "v5e"."""
 
 _ALIASES = {alias: chip.name for chip in CHIPS.values() for alias in chip.aliases}
@@ -308,7 +330,7 @@ def get_chip(name: str) -> Chip:
         raise HardwareError(f"a chip is named by a string such as 'v3', not {name!r:.80}")
     key = true_name(name)
     if key not in CHIPS:
-        raise HardwareError(f"unknown chip {name!r:.80}; known chips are {', '.join(CHIPS)}")
+        raise UnknownChipError(f"unknown chip {name!r:.80}; known chips are {', '.join(CHIPS)}")
     return CHIPS[key]
 
 
@@ -331,70 +353,3 @@ def as_chip(given: Chip | str) -> Chip:
       True
     """
     return given if isinstance(given, Chip) else get_chip(given)
-
-
-def load_chip(path: str | Path) -> Chip:
-    """Read a chip from a TOML file.
-
-    The keys are the fields of `Chip`. With `base = "v5e"` the file needs only what differs. A table
-    `[sources]` may give the source of each figure.
-
-    Args:
-      path: the file.
-    Returns: the chip.
-    Raises: HardwareError for a file that is missing or no TOML, an unknown or missing key, a wrong value.
-    Example:
-      >>> import tempfile
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     file = Path(folder) / "chip.toml"
-      ...     _ = file.write_text('name = "mine"\\nbase = "v5e"\\nhbm_bytes_per_second = 1.6e12\\n')
-      ...     load_chip(file).hbm_bytes_per_second
-      1600000000000.0
-    """
-    try:
-        about = os.stat(os.fspath(path))
-        if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:  # a pipe blocks, a device never ends
-            raise ValueError(f"it is not a regular file of at most {MOST_BYTES} bytes")
-        table: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, TypeError, ValueError, RecursionError) as fault:  # also no paths, files not TOML
-        raise HardwareError(f"cannot read a chip from {path!s:.200}: {fault!s:.200}") from None
-    return chip_from_table(table, str(path))
-
-
-def chip_from_table(table: Mapping[str, Any], where: str = "chip table") -> Chip:
-    """A chip from a mapping of field -> value, as `load_chip` reads it from a file.
-
-    A chip of your own has a name of its own: `name` is not taken over from the base.
-
-    Raises: HardwareError as `load_chip`.
-    Example:
-      >>> chip_from_table({"name": "mine", "base": "v4", "mxus_per_core": 8}).mxus_per_core
-      8
-    """
-    if not isinstance(table, Mapping):
-        raise HardwareError(f"{where}: a chip is read from a table of figure -> value, not {table!r:.80}")
-    values = dict(table)
-    base = values.pop("base", None)
-    sources = values.pop("sources", {})
-    unknown = [key for key in values if key not in _FIELDS]
-    if unknown:
-        raise HardwareError(f"{where}: a chip has no figure {unknown[0]!r:.80}{_nearest(unknown[0], _FIELDS)}")
-    if not isinstance(sources, Mapping):
-        raise HardwareError(f"{where}: sources must be a table of figure -> text, not {sources!r:.80}")
-    start: dict[str, Any] = {}
-    if base is not None:
-        chip = get_chip(base)
-        start = {name: getattr(chip, name) for name in _FIELDS if name not in values and name != "name"}
-    values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
-    inherited = {key: text for key, text in start.pop("sources", ()) if key not in values}
-    values = {**start, **values, "sources": tuple({**inherited, **sources}.items())}
-    required = {f.name for f in dataclasses.fields(Chip) if f.default is dataclasses.MISSING}
-    missing = sorted(required - set(values))
-    if missing:
-        raise HardwareError(f"{where}: missing {', '.join(missing)}; give them, or a base such as base = 'v5e'")
-    return Chip(**values)
-
-
-def _nearest(word: str, words: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(str(word), words, n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(close)}?" if close else ""

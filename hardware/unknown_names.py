@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 FEW = 20  # attributes listed in a message
 
 
-def _nearest(name: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+def nearest(name: str, names: Sequence[str]) -> str:
+    """The end of a message about an unknown name."""
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
@@ -33,7 +35,7 @@ class Attributes:
             if name.startswith("_"):  # protocols that probe for a method of this name
                 raise AttributeError(name)
             known = [x for x in dir(self) if not x.startswith("_")]
-            hint = _nearest(name, known) or (f"; it has {', '.join(known)}" if len(known) <= FEW else "")
+            hint = nearest(name, known) or (f"; it has {', '.join(known)}" if len(known) <= FEW else "")
             raise AttributeError(f"{type(self).__name__} has no {name!r}{hint}")
 
 
@@ -57,4 +59,4 @@ def elsewhere(name: str) -> str:
     if name in IN_MODULES:
         return f"; write {IN_MODULES[name]}"
     public = [known for known in vars(hardware) if not known.startswith("_")]
-    return _nearest(name, public)
+    return nearest(name, public)

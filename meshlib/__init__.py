@@ -8,10 +8,10 @@ imported on its first use (`meshlib.core.lazy_imports`), so what needs JAX or ta
 then.
 """
 
+import sys as _sys
+import typing as _typing
 from importlib.util import find_spec as _find_spec
 from pathlib import Path as _Path
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
 
 
 def _check_own_packages() -> None:
@@ -37,7 +37,8 @@ def _check_own_packages() -> None:
 
 _check_own_packages()
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
+    __version__: str
     from layouts import Dimension as Dimension
     from layouts import LayoutRules as LayoutRules
     from layouts import Mesh as Mesh
@@ -297,7 +298,22 @@ else:
         wrapped = public_calls(__name__, ["meshlib.ops.", "meshlib.optimize."])
         globals()["__getattr__"], globals()["__dir__"] = lazy_names(__name__, wrapped, of_module)
 
-    def __getattr__(name: str) -> _Any:
+    class _LastFinder:
+        """Answers imports of names and modules that a package does not have as it answers unknown attributes."""
+
+        @staticmethod
+        def find_spec(module: str, path: object = None, target: object = None) -> None:
+            package, _, name = module.rpartition(".")
+            if package.partition(".")[0] == __name__:
+                try:
+                    getattr(_sys.modules[package], name)
+                except AttributeError as fault:
+                    if remedy := str(fault).partition("; ")[2]:
+                        raise ImportError(f"cannot import '{name}' from '{package}'; {remedy}") from None
+
+    _sys.meta_path.append(_LastFinder)
+
+    def __getattr__(name: str) -> _typing.Any:
         _serve_names()
         return __getattr__(name)
 

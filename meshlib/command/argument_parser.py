@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from meshlib.command.choices import STEP_SETTINGS, is_maxtext
+from meshlib.command.choices import COMMAND_FOR, STEP_SETTINGS, is_maxtext
 from meshlib.core.errors import nearest
 
 WRONG = 2  # exit status of a usage error
@@ -156,5 +156,7 @@ class Parser(argparse.ArgumentParser):
         what = "command" if isinstance(action, argparse._SubParsersAction) else "choice"
         known = [str(choice) for choice in action.choices]
         hint = "; write meshlib COMMAND --help" if what == "command" and value == "help" else nearest(str(value), known)
+        if what == "command" and (answer := COMMAND_FOR.get(str(value).lower())):
+            hint = f"; meshlib {answer} answers: {self.commands[answer].description}"
         hint = hint or f"; there are {', '.join(known)}"
         raise argparse.ArgumentError(None if what == "command" else action, f"no {what} {value!r}{hint}")

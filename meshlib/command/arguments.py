@@ -27,7 +27,8 @@ def parser() -> Parser:
     top.add_argument("--version", action=_Version, help="show program's version number and exit")
     top.set_defaults(run=None)
     under = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    _plan(_about(under, "plan", "does it fit, what does it send, how fast is it, and which layout?", "planning:plan"))
+    questions = "does it fit, how fast is it, what does it send and cost, and which layout?"
+    _plan(_about(under, "plan", questions, "planning:plan"))
     _search(_about(under, "search", "the best mesh and layout of a slice, with a certificate", "planning:search"))
     _report(_about(under, "report", "the plan as one HTML page, with pictures", "planning:report"))
     _init(_about(under, "init", "write a test for CI that keeps the plan", "initial_check:init"))

@@ -46,16 +46,17 @@ def text_of(subject: Subject, where: Slice, plans: Sequence[PlannedLayout]) -> s
 def _verdict(subject: Subject, plans: Sequence[PlannedLayout], est: Estimate) -> list[str]:
     plan, where, memory = plans[0], est.slice, est.memory
     over = memory.needed_bytes - memory.capacity_bytes
-    fits = "fits" if est.fits else f"DOES NOT FIT, {bytes_text(over)} too much"
+    fits = "fits" if est.fits else f"DOES NOT FIT, {bytes_text(over)}* too much"
     if memory.verdict == "tight":
         fits = f"fits, but a whole run is {bytes_text(memory.run_bytes - memory.capacity_bytes)}* over: tight"
     lines = [f"{subject.name} on {where.name}: {fits}"]
-    about = f"{bytes_text(memory.peak_bytes)} of {bytes_text(memory.capacity_bytes)} on each of"
+    needs, plain, run = (bytes_text(n) for n in (memory.needed_bytes, memory.plain_jit_bytes, memory.run_bytes))
+    about = f"needs {needs}* of {bytes_text(memory.capacity_bytes)} on each of"
     lines.append(f"  memory     {about} {where.devices} device{'s' * (where.devices != 1)}")
-    three = [bytes_text(size) for size in (memory.needed_bytes, memory.plain_jit_bytes, memory.run_bytes)]
-    lines.append("  compiled   {}*; under plain jit {}*; a whole run {}*".format(*three))
+    lines.append(f"             {plain}* under plain jit, {run}* in a whole run")
     kinds = sorted(((size, kind) for kind, size in memory.by_kind.items() if size), reverse=True)[:3]
-    lines += wrapped(", ".join(f"{bytes_text(size)} {kind}" for size, kind in kinds), "  most of it ", " ")
+    most = ", ".join(f"{bytes_text(size)} {kind}" for size, kind in kinds)
+    lines += wrapped(f"{bytes_text(memory.peak_bytes)}, most of it {most}", "  peak       ", " ")
     if memory.verdict != "yes":
         safer = _safer(plans, memory)
         lines += [*_state_line(est), *_remedies(subject, est, recompute=safer is None), *_safer_line(safer)]
@@ -232,19 +233,19 @@ def _command_lines(words: Sequence[str]) -> list[str]:
 
 
 def _ranking(subject: Subject, plans: Sequence[PlannedLayout]) -> list[str]:
-    cells = [("", "step*", "MFU*", "peak", *plans[0].choices, "layout", "mesh")]
+    cells = [("", "step*", "MFU*", "needs*", *plans[0].choices, "layout", "mesh")]
     faults = dict[str, None]()
     for n, plan in enumerate(plans, start=1):
         est, step, mfu = plan.est, "-", "-"
         if est is not None:
             step, mfu = seconds_text(est.step_seconds), f"{est.mfu:.1%}"
-        peak = f"> {bytes_text(plan.least_bytes)} !" if plan.least_bytes else "-"
+        needs = f"> {bytes_text(plan.least_bytes)} !" if plan.least_bytes else "-"
         if plan.memory is not None:
-            peak = bytes_text(plan.memory.peak_bytes) + ("" if plan.fits else " !")
+            needs = bytes_text(plan.memory.needed_bytes) + ("" if plan.fits else " !")
         elif not plan.least_bytes:
             faults |= dict.fromkeys(["", f"{plan.name} on {plan.mesh}: {plan.fault}"])
         chosen = [str(value) for value in plan.choices.values()]
-        cells.append((str(n), step, mfu, peak, *chosen, plan.name, plan.mesh))
+        cells.append((str(n), step, mfu, needs, *chosen, plan.name, plan.mesh))
     note = ["! does not fit"] if any((p.memory is not None and not p.fits) or p.least_bytes for p in plans) else []
     return [*grid(cells, right=(1, 2, 3)), *note, *_notes_on_others(plans), *faults]
 

@@ -107,16 +107,16 @@ def _verdict(args: argparse.Namespace, result: Serving, best: ServingPoint | Non
 
 
 def _about(p: ServingPoint) -> list[str]:
-    cost = p.usd_per_million_tokens
+    cost, capacity = p.usd_per_million_tokens, p.decode.memory.capacity_bytes
     return [
         f"  layout     {p.name}",
         f"  batch      {counted(p.batch, 'sequence')}",
         f"  prefill    {seconds_text(p.prefill_seconds)}* until the first token",
-        f"  memory     {bytes_text(p.peak_bytes)} of {bytes_text(p.decode.memory.capacity_bytes)} on each device",
+        f"  memory     needs {bytes_text(p.needed_bytes)}* of {bytes_text(capacity)} on each device",
         *([] if cost is None else [f"  price      {usd_text(cost)}* a million tokens"]),
     ]
 
 
 def _entry(p: ServingPoint) -> dict[str, object]:
-    modelled = "token_seconds tokens_per_second prefill_seconds usd_per_million_tokens"
+    modelled = "token_seconds tokens_per_second prefill_seconds needed_bytes usd_per_million_tokens"
     return {"layout": p.name, **picked(p, "batch fits peak_bytes", modelled)}

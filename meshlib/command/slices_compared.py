@@ -80,7 +80,7 @@ def _table(rows: list[_SlicePlan]) -> list[str]:
     what = (rows[0].subject.counted or (1, "steps"))[1]
     size, many = {"tokens": (1e9, "1 G tokens"), "images": (1e6, "1 M images")}.get(what, (1e3, "1 k steps"))
     cells: list[tuple[str, ...]] = [
-        ("slice", "step*", "MFU*", f"{what}/s*", "$ an hour", f"{many}*", "peak", "layout", "mesh")
+        ("slice", "step*", "MFU*", f"{what}/s*", "$ an hour", f"{many}*", "needs*", "layout", "mesh")
     ]
     for row in rows:
         if (est := row.est) is None:
@@ -90,7 +90,7 @@ def _table(rows: list[_SlicePlan]) -> list[str]:
         cells.append((
             row.where.name + ("" if row.fits else " !"), seconds_text(est.step_seconds), f"{est.mfu:.1%}",
             count_text(row.rate), "-" if price is None else usd_text(price),
-            "-" if price is None else usd_text(row.usd * size), bytes_text(est.memory.peak_bytes), row.plans[0].name,
+            "-" if price is None else usd_text(row.usd * size), bytes_text(est.memory.needed_bytes), row.plans[0].name,
             row.plans[0].mesh,
         ))  # fmt: skip
     return grid(cells, right=(1, 2, 3, 4, 5, 6), spare=(2, 6, 4))

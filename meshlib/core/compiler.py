@@ -13,6 +13,7 @@ from types import MappingProxyType
 from hardware.chips import Chip
 from meshlib.core.arguments import at, bounded, choice, flag, whole
 from meshlib.core.errors import GraphError, nearest
+from meshlib.core.shown import Brief
 
 # Modes of hiding collectives behind computation; the rules are in `meshlib.estimation.time.scheduling`.
 OVERLAPS = ("none", "independent", "collective matmul")
@@ -23,8 +24,8 @@ OFFLOADED = ("all_gather", "reduce_scatter", "all_reduce")
 _FLAGS = ("stationary_weights", "unrolled_loops", "whole_torus_axes", "slice_jitter", "bias_lookups")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compiler:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Compiler(Brief):
     """Decisions of a compiler about a program whose layout is given.
 
     Change one with `dataclasses.replace`; its str lists the fields that differ from the published record of its name.

@@ -284,10 +284,13 @@ def _at_home(name: str) -> str:
         for known in (name, plain):
             if known in names and (known == name or home == "initializers"):
                 return f"{package}.{known}"
-    below = (package for package in ("hardware", "layouts") if name in vars(sys.modules[package]))
+    if name in BELOW:
+        return f"import {name}"
+    below = (package for package in BELOW if name in vars(sys.modules[package]))
     return next((f"{package}.{name}" for package in below if not name.startswith("_")), "")
 
 
+BELOW = ("hardware", "layouts")  # packages beside meshlib
 # Public packages in which a name is looked for that another of them does not have; "": meshlib itself.
 HOMES = ("", "layers", "optimize", "initializers", "models", "data", "generation", "sharing", "records", "testing")
 

@@ -16,7 +16,6 @@ import ast
 import sys
 from collections.abc import Callable, Collection
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from meshlib.core.errors import nearest
@@ -72,8 +71,6 @@ def lazy_names(
         if export is None:
             remedy = foreign(name, table())
             hint = f"; {remedy}" if remedy else nearest(name, table())
-            if _is_in_from_import() and find_spec(f"{package}.{name}") is None:
-                raise ImportError(f"cannot import '{name}' from '{package}'{hint}")
             raise AttributeError(f"module '{package}' has no attribute '{name}'{hint}")
         parent = import_module(export.module) if export.module != package else sys.modules[package]
         if export.module != package and hasattr(parent, export.attribute):
@@ -88,15 +85,6 @@ def lazy_names(
         return sorted({*vars(sys.modules[package]), *table()})
 
     return __getattr__, __dir__
-
-
-def _is_in_from_import() -> bool:
-    """Whether `from package import name` asks for the name: Python would replace the message of an AttributeError."""
-    frame, names = sys._getframe(2), list[str]()
-    for _ in range(2):  # a package's own __getattr__ may be between
-        names.append(frame.f_code.co_name)
-        frame = frame.f_back or frame
-    return "_handle_fromlist" in names
 
 
 def _source(package: str) -> str:

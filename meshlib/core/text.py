@@ -79,15 +79,15 @@ def counted(n: int, one: str, several: str = "") -> str:
 
 
 def usd_text(dollars: float) -> str:
-    """US dollars, with cents or thousands separators.
+    """US dollars: with two digits that count below ten cents, without cents from a thousand dollars.
 
-    >>> usd_text(0.0000233), usd_text(0.0448), usd_text(12.345), usd_text(170312.4)
-    ('$0.000023', '$0.045', '$12.35', '$170,312')
+    >>> usd_text(0.0000233), usd_text(0.5), usd_text(307.2), usd_text(170312.4)
+    ('$0.000023', '$0.50', '$307.20', '$170,312')
     """
     if dollars >= 1000:
         return f"${dollars:,.0f}"
-    digits = 1 - floor(log10(dollars)) if 0 < dollars < 0.1 else 0  # two that count
-    return f"${dollars:.{digits}f}" if digits else f"${dollars:.4g}"
+    digits = 1 - floor(log10(dollars)) if 0 < dollars < 0.1 else 2
+    return f"${dollars:.{digits}f}"
 
 
 _width: ContextVar[int | None] = ContextVar("width", default=None)

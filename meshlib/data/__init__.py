@@ -4,9 +4,9 @@ data = mtf.data.records("train@10", {"image": mtf.data.Field("uint8", (28, 28)),
 data = data.shuffle(seed=0).map(scaled, workers=2).batch(128).repeat().prefetch(2)
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from meshlib.data import samples as samples
     from meshlib.data.feed import Feed as Feed
     from meshlib.data.feed import Stats as Stats

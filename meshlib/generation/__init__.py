@@ -1,8 +1,8 @@
 """Text generation: prompts are read into caches, then tokens are sampled one by one."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from meshlib.generation.generator import Generated as Generated
     from meshlib.generation.generator import Generator as Generator
     from meshlib.generation.generator import generate as generate

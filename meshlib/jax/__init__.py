@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshlib.core.errors import MissingError
 
@@ -47,12 +47,14 @@ def __dir__() -> list[str]:
     return [*NAMES]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in NAMES:
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    try:
-        return getattr(import_module(f"{__name__}.{NAMES[name]}"), name)
-    except ModuleNotFoundError as fault:
-        if (fault.name or "").partition(".")[0] not in ("jax", "jaxlib"):
-            raise
-        raise MissingError(f"{name} needs JAX, which is not installed: pip install 'meshlib-tpu[jax]'") from None
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        if name not in NAMES:
+            raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+        try:
+            return getattr(import_module(f"{__name__}.{NAMES[name]}"), name)
+        except ModuleNotFoundError as fault:
+            if (fault.name or "").partition(".")[0] not in ("jax", "jaxlib"):
+                raise
+            raise MissingError(f"{name} needs JAX, which is not installed: pip install 'meshlib-tpu[jax]'") from None

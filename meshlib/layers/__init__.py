@@ -4,9 +4,9 @@ They compute in the dtype of their input (usually bfloat16) with float32 variabl
 norms and softmax compute statistics in float32. Names and arguments follow Mesh TensorFlow where it has the layer.
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from meshlib.layers.attention import Held as Held
     from meshlib.layers.attention import Scores as Scores
     from meshlib.layers.attention import dot_product_attention as dot_product_attention

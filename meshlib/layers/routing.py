@@ -7,13 +7,14 @@ from math import ceil
 
 from meshlib.core.arguments import at, choice, divisors_near, flag, number, whole
 from meshlib.core.errors import GraphError
+from meshlib.core.shown import Brief
 
 GATINGS = ("top_k", "top_2", "switch", "ntlb", "expert_choice")
 POLICIES = ("all", "none", "threshold", "random")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Routing:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Routing(Brief):
     """Assignment of tokens to experts.
 
     Choice:

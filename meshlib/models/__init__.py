@@ -1,8 +1,8 @@
 """Transformers from one frozen config, composed of layers alone."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from meshlib.models.config import TransformerConfig as TransformerConfig
     from meshlib.models.config_parts import Experts as Experts
     from meshlib.models.config_parts import LatentAttention as LatentAttention

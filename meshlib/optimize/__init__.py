@@ -1,8 +1,8 @@
 """Optimizers, learning rates, clipping, microbatches and loss scaling, composed of operations alone."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from meshlib.optimize.adafactor import AdafactorOptimizer as AdafactorOptimizer
     from meshlib.optimize.adafactor import adafactor_decay_rate_adam as adafactor_decay_rate_adam
     from meshlib.optimize.adafactor import adafactor_decay_rate_pow as adafactor_decay_rate_pow

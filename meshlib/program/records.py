@@ -18,7 +18,7 @@ from meshlib.core.compiler import XLA_TPU, Compiler
 from meshlib.core.errors import GraphError
 from meshlib.core.graph import Operation, Tensor
 from meshlib.core.opdef import Kind, Work
-from meshlib.core.shown import Shown
+from meshlib.core.shown import Brief, Shown
 from meshlib.core.text import bytes_text, clipped, counted
 from meshlib.program.exchanges import busiest_bytes
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
+@dataclass(frozen=True, slots=True, repr=False)
+class Collective(Brief):
     """One value's part in a collective. All figures are exact.
 
     `payload_bytes` is the operand on one device; `sent_bytes` are the bytes that a device sends on a ring (for a

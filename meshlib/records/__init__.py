@@ -1,8 +1,8 @@
 """Record files in TensorFlow's format: `read`, `write`, and examples in them, `encode` and `decode`."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from meshlib.records.conversion import make as make
     from meshlib.records.crc import crc32c as crc32c
     from meshlib.records.example import decode as decode

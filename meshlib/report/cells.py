@@ -19,7 +19,7 @@ from meshlib.report.alternatives import alternatives_of, ranking, scatter
 from meshlib.report.collectives import causes_of
 from meshlib.report.links import PageAnchors
 from meshlib.report.markup import EXACT, MODELLED, asset, folded, folding_table, legend, paragraph, table, tag, text
-from meshlib.report.memory import area, live_table
+from meshlib.report.memory import area, bar, device_bar, live_table
 from meshlib.report.roofline import roofline_picture
 from meshlib.report.svg import Picture, Scale
 from meshlib.report.timeline import timeline
@@ -137,21 +137,18 @@ def _collectives(collectives: Collectives) -> str:
 @content.register
 def _memory(memory: Memory) -> str:
     summary = f"peak {text(bytes_text(memory.peak_bytes))} {EXACT} on each device, at {text(memory.at)}"
-    return paragraph(summary) + _by_kind(memory.by_kind, memory.peak_bytes) + _live(memory.live)
+    return paragraph(summary) + bar(memory.by_kind, memory.peak_bytes) + _kinds(memory.by_kind) + _live(memory.live)
 
 
 @content.register
 def _device_memory(memory: DeviceMemory) -> str:
-    capacity = max(memory.capacity_bytes, memory.peak_bytes)
     first = memory.message.splitlines()[0]
-    return paragraph(text(first)) + _by_kind(memory.by_kind, capacity) + _live(memory.live)
+    return paragraph(text(first)) + device_bar(memory) + _kinds(memory.by_kind) + _live(memory.live)
 
 
-def _by_kind(by_kind: dict[str, int], whole: int) -> str:
+def _kinds(by_kind: dict[str, int]) -> str:
     parts = [(n, kind, by_kind[kind]) for n, kind in enumerate(KINDS) if by_kind.get(kind)]
-    bars = "".join(f'<i class="k-{n}" style="width:{100 * size / max(1, whole):.2f}%"></i>' for n, _, size in parts)
-    keys = legend([(f"k-{n}", f"{kind} {bytes_text(size)}") for n, kind, size in parts])
-    return tag("div", bars, class_="bar") + keys
+    return legend([(f"k-{n}", f"{kind} {bytes_text(size)}") for n, kind, size in parts])
 
 
 def _live(live: Sequence[Live]) -> str:

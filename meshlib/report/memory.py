@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from meshlib.core.folding import alike, times_text
 from meshlib.core.text import bytes_text, seconds_text
-from meshlib.estimation import Estimate
+from meshlib.estimation import DeviceMemory, Estimate
 from meshlib.program.analysis.memory import KINDS, Live, likeness
 from meshlib.report.links import PageAnchors
-from meshlib.report.markup import EXACT, folding_table, legend, paragraph, scoped, section, text
+from meshlib.report.markup import EXACT, MODELLED, folding_table, legend, paragraph, scoped, section, tag, text
 from meshlib.report.svg import Picture, Scale, binary_ticks
 
 COLUMNS = 400  # moments that a picture can resolve
@@ -61,8 +61,8 @@ def memory(est: Estimate, anchors: PageAnchors) -> str:
     """The section of memory."""
     m = est.memory
     head = paragraph(
-        f"Peak {text(bytes_text(m.peak_bytes))} {EXACT} of {text(bytes_text(m.capacity_bytes))} on each device, "
-        f"tile padding included, at {text(m.at)}."
+        f"Peak {text(bytes_text(m.peak_bytes))} {EXACT}, tile padding included, at {text(m.at)}; the compiled step "
+        f"needs {text(bytes_text(m.needed_bytes))} {MODELLED} of {text(bytes_text(m.capacity_bytes))} on each device."
     )
     shown = [(f"k-{n}", kind) for n, kind in enumerate(KINDS) if any(moment[n] for moment in m.timeline_by_kind)]
     remedies = [text(remedy) for remedy in m.remedies] if not m.fits else []
@@ -76,6 +76,22 @@ def memory(est: Estimate, anchors: PageAnchors) -> str:
         listed,
         f'<h3 id="live">What is live at the peak</h3>{live_table(m.live, anchors)}',
     )
+
+
+def bar(by_kind: Mapping[str, int], whole: int, added: int = 0) -> str:
+    """Memory at the peak by kind, and what compilation adds, as one bar of `whole` bytes."""
+    sizes = [(f"k-{n}", kind, by_kind.get(kind, 0)) for n, kind in enumerate(KINDS)]
+    parts = "".join(
+        f'<i class="{class_}" style="width:{100 * size / max(1, whole):.2f}%" title="{name} {bytes_text(size)}"></i>'
+        for class_, name, size in [*sizes, ("k-added", "added by the compiler ≈", added)]
+        if size
+    )
+    return tag("div", parts, class_="bar", role="img", aria_label="memory at the peak by kind")
+
+
+def device_bar(m: DeviceMemory) -> str:
+    """The bar of what the compiled step needs, relative to the memory of a device."""
+    return bar(m.by_kind, max(m.capacity_bytes, m.needed_bytes), m.needed_bytes - m.peak_bytes)
 
 
 def area(est: Estimate, linked: bool = True, size: tuple[float, float] = (1000, 280)) -> str:

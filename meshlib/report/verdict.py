@@ -8,8 +8,8 @@ from meshlib.estimation import Estimate
 from meshlib.estimation.views.near_ties import near_tie
 from meshlib.estimation.views.profile import UNIT_OF
 from meshlib.estimation.views.whole_run import sizes_of
-from meshlib.program.analysis.memory import KINDS
 from meshlib.report.markup import EXACT, MODELLED, table, tag, text
+from meshlib.report.memory import device_bar
 
 
 def counted(est: Estimate) -> tuple[int, str] | None:
@@ -24,15 +24,12 @@ def counted(est: Estimate) -> tuple[int, str] | None:
 def headline(est: Estimate) -> str:
     """One sentence that says whether the program fits."""
     m = est.memory
+    needs = f"needs {bytes_text(m.needed_bytes)} of {bytes_text(m.capacity_bytes)} on each device"
     if m.verdict == "tight":
-        step, run = bytes_text(m.needed_bytes), bytes_text(m.run_bytes)
-        return f"Tight: the step takes {step} of {bytes_text(m.capacity_bytes)} on each device, a whole run {run}."
+        return f"Tight: {needs}, a whole run {bytes_text(m.run_bytes)}."
     if m.fits:
-        return f"Fits: {bytes_text(m.peak_bytes)} of {bytes_text(m.capacity_bytes)} on each device."
-    over = bytes_text(m.needed_bytes - m.capacity_bytes)
-    return (
-        f"Does not fit: {bytes_text(m.needed_bytes)}, {over} more than the {bytes_text(m.capacity_bytes)} of a device."
-    )
+        return f"Fits: {needs}."
+    return f"Does not fit: {needs}, {bytes_text(m.needed_bytes - m.capacity_bytes)} too much."
 
 
 def verdict(est: Estimate, linked: bool = True) -> str:
@@ -42,16 +39,16 @@ def verdict(est: Estimate, linked: bool = True) -> str:
         inner = tag("span", text(name)) + tag("b", value) + tag("small", text(more))
         cards.append(tag("a" if linked else "div", inner, href=href if linked else None, class_="card"))
     words = tag("p", text(headline(est)), class_=f"verdict {'fits' if est.fits else 'over'}")
-    return words + _bar(est) + tag("div", "".join(cards), class_="cards")
+    return words + device_bar(est.memory) + tag("div", "".join(cards), class_="cards")
 
 
 def _cards(est: Estimate) -> list[tuple[str, str, str, str]]:
     """(name, figure as HTML, caption, link) of each card."""
     m, shares = est.memory, sorted(est.bound_seconds.items(), key=lambda item: -item[1])
     step = est.step_seconds or 1.0
-    percent = 100 * m.peak_bytes / m.capacity_bytes
-    share = f"{percent:.{0 if percent >= 1 else 3}f}% {EXACT}"
-    sizes = f"{bytes_text(m.peak_bytes)} of {bytes_text(m.capacity_bytes)}"
+    percent = 100 * m.needed_bytes / m.capacity_bytes
+    share = f"{percent:.{0 if percent >= 1 else 3}f}% {MODELLED}"
+    sizes = f"needs {bytes_text(m.needed_bytes)} of {bytes_text(m.capacity_bytes)}"
     bound = ", ".join(f"{UNIT_OF[name]} {seconds / step:.0%}" for name, seconds in shares[:3] if seconds)
     bound += f"; at work: {at_work}" if (at_work := near_tie(est).replace("*", "")) else ""
     waits = f"{text(seconds_text(est.exposed_comm_seconds))} {MODELLED}"
@@ -85,18 +82,6 @@ def _price_of_work(est: Estimate) -> str:
         return ""
     size, many = PRICED[work[1]]
     return f", {usd_text(est.usd() / work[0] * size)} {many} {work[1]}"
-
-
-def _bar(est: Estimate) -> str:
-    """Memory at the peak by kind, relative to the memory of a device."""
-    whole = max(est.memory.capacity_bytes, est.memory.peak_bytes)
-    parts = "".join(
-        f'<i class="k-{n}" style="width:{100 * est.memory.by_kind[kind] / whole:.2f}%" '
-        f'title="{text(kind)} {text(bytes_text(est.memory.by_kind[kind]))}"></i>'
-        for n, kind in enumerate(KINDS)
-        if est.memory.by_kind.get(kind)
-    )
-    return tag("div", parts, class_="bar", role="img", aria_label="memory at the peak by kind")
 
 
 def about(est: Estimate) -> str:

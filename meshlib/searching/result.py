@@ -340,7 +340,7 @@ class Found(Shown):
         own = (self.objective.name,) if self._shows_objective else ()
         shown = self.ranking if rows is None else self.ranking[:rows]
         where = ("slice",) if self._several else ()
-        head = ("", *own, "step*", "MFU*", "peak*", *names, *where, "mesh")
+        head = ("", *own, "step*", "MFU*", "needs*", *names, *where, "mesh")
         right = range(len(own) + 4)
         lines = grid([head, *(self._row(n, o) for n, o in enumerate(shown, start=1))], right=right)
         margin = " " * (len(f"{len(shown)}") + 2)

@@ -63,6 +63,11 @@ class ServingPoint:
         return max(self.decode.memory.peak_bytes, self.prefill.memory.peak_bytes)
 
     @property
+    def needed_bytes(self) -> int:
+        """Memory that a device needs: the larger of decoding and prefill, compiled. Modelled."""
+        return max(self.decode.memory.needed_bytes, self.prefill.memory.needed_bytes)
+
+    @property
     def fits(self) -> bool:
         """True if both fit the memory of a device."""
         return self.decode.fits and self.prefill.fits
@@ -178,8 +183,8 @@ class Serving(Shown):
         return clipped(f"<Serving: {len(self.points)} points; {self._title}>")
 
     def __str__(self) -> str:
-        head = ("", "layout", "batch", "a token*", "tokens/s*", "a chip*", "1 M tokens*", "prefill*", "bound*", "peak")
-        cells: list[tuple[str, ...]] = [head]
+        figures = ("a token*", "tokens/s*", "a chip*", "1 M tokens*", "prefill*", "bound*", "needs*")
+        cells: list[tuple[str, ...]] = [("", "layout", "batch", *figures)]
         for p in self.points:
             cost = p.usd_per_million_tokens
             cells.append(
@@ -187,7 +192,7 @@ class Serving(Shown):
                     "->" if p in self.frontier else "", p.name, str(p.batch), seconds_text(p.token_seconds),
                     f"{p.tokens_per_second:,.0f}", f"{p.tokens_per_second / self.slice.chips:,.1f}",
                     "-" if cost is None else usd_text(cost), seconds_text(p.prefill_seconds), p.decode.bound,
-                    bytes_text(p.peak_bytes),
+                    bytes_text(p.needed_bytes),
                 )
             )  # fmt: skip
         lines = [

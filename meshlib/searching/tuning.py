@@ -48,14 +48,14 @@ class Tried:
 
     run: MaxTextRun
     step_seconds: float = float("inf")
-    peak_bytes: float = float("inf")
+    needed_bytes: float = float("inf")
     fits: bool = False
     fault: str = ""
 
     @property
     def order(self) -> tuple[bool, float]:
         """Sort key: configurations that fit first, by time; then the others by memory."""
-        return (not self.fits, self.step_seconds if self.fits else self.peak_bytes)
+        return (not self.fits, self.step_seconds if self.fits else self.needed_bytes)
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ class TunedKeys:
     def __str__(self) -> str:
         text = " ".join(f"{key}={value_text(value)}" for key, value in self.keys.items())
         share = self.after.step_seconds / self.before.step_seconds - 1
-        more = self.after.peak_bytes - self.before.peak_bytes
+        more = self.after.needed_bytes - self.before.needed_bytes
         sign = "+" if more >= 0 else "-"
         gain = "now fits" if self.after.fits and not self.before.fits else f"{share:+.1%} step*".replace("%", " %")
-        return f"{text}: {gain}, {sign}{bytes_text(abs(more))}"
+        return f"{text}: {gain}, {sign}{bytes_text(abs(more))}*"
 
 
 @dataclass(frozen=True)
@@ -90,18 +90,18 @@ class Tuned:
     def as_json(self) -> dict[str, Any]:
         """The result as JSON."""
         figures = {
-            name: {"step_seconds_modelled": t.step_seconds, "peak_bytes": t.peak_bytes, "fits": t.fits}
+            name: {"step_seconds_modelled": t.step_seconds, "needed_bytes_modelled": t.needed_bytes, "fits": t.fits}
             for name, t in (("given", self.given), ("best", self.best))
         }
         changes = [{"keys": dict(c.keys), "text": str(c)} for c in self.changes]
         return {"slice": self.slice.name, **figures, "changes": changes, "tried": self.tried}
 
     def __str__(self) -> str:
-        rows = [("", "step*", "peak", "fits", "mesh")]
+        rows = [("", "step*", "needs*", "fits", "mesh")]
         for name, one in (("given", self.given), ("best", self.best)):
             shown = (
                 ("-", "-", "no") if one.fault
-                else (seconds_text(one.step_seconds), bytes_text(one.peak_bytes), "yes" if one.fits else "NO")
+                else (seconds_text(one.step_seconds), bytes_text(one.needed_bytes), "yes" if one.fits else "NO")
             )  # fmt: skip
             rows.append((name, *shown, str(one.run.mesh(self.slice))))
         head = f"{self.best.run.config.name} on {self.slice.name}, {self._tokens:,} tokens a step"
@@ -206,7 +206,7 @@ def _tried(run: MaxTextRun, where: Slice, compiler: Compiler) -> Tried:
         est = estimate(run.program(where, compiler), run.slice(where), placement=run.placement(where))
     except MeshlibError as fault:
         return Tried(run, fault=str(fault).splitlines()[0])
-    return Tried(run, est.step_seconds, est.memory.peak_bytes, est.fits)
+    return Tried(run, est.step_seconds, est.memory.needed_bytes, est.fits)
 
 
 def _sequences(run: MaxTextRun, where: Slice) -> int:

@@ -1,8 +1,8 @@
 """Models exported from the library, and weights imported into it."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from meshlib.sharing.exporting import export as export
     from meshlib.sharing.foreign_config import config_notes as config_notes
     from meshlib.sharing.foreign_config import read_config as read_config

@@ -1,8 +1,8 @@
 """Training: `mtf.train`, the training loop."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from meshlib.training.evaluation import Evaluation as Evaluation
     from meshlib.training.history import History as History
     from meshlib.training.history import read_history as read_history

@@ -323,7 +323,7 @@ def test_compare_says_in_a_sentence_what_changed_and_why(capsys: pytest.CaptureF
     _, out, _ = run("compare net.py --slice v3-8 --layout batch:a@a:8 --layout hidden:a@a:8", capsys)
     sentence = " ".join(line.strip() for line in out.partition("\n\n")[0].splitlines())
     assert re.fullmatch(
-        r"hidden:a on a:8 is [\d.]+% (slower|faster)\* \(.* to .*\) and takes .* memory, because .*\.", sentence
+        r"hidden:a on a:8 is [\d.]+% (slower|faster)\* \(.* to .*\) and needs .* memory, because .*\.", sentence
     ), sentence
 
 

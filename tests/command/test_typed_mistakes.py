@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from meshlib.command.choices import COMMAND_FOR
 from tests.command.typed import SMALL, run
 from tests.effort import each
 
@@ -44,6 +45,8 @@ MISTAKES = {
     "a model that is none": ("plan qqqqqq --slice v5e-8", "meshlib models lists them"),
     "a slice misspelt": ("plan gpt2 --slice v5-256", "unknown chip 'v5'; known chips are"),
     "a slice of a wrong size": ("plan gpt2 --slice v5e-7", "v5e-7"),
+    "a figure as a command": ("cost gpt2 --slice v5e-8", "no command 'cost'; meshlib plan answers: does it fit"),
+    "a command that is a list": ("chips", "meshlib slices answers: which slices there are"),
     "no slice": ("serve gpt2", "required: --slice"),
     "a chip misspelt": ("slices v5x", "no chip 'v5x'; did you mean"),
     "a chip that is none": ("slices h100", "no chip 'h100'; there are"),
@@ -292,3 +295,10 @@ def test_a_mistake_gets_one_line_that_says_what_to_do(
     assert len([line for line in lines if line.startswith("usage: ")]) <= 1
     assert not lines[0].startswith("usage"), "the fault comes first"
     assert len(lines[0]) < 400
+
+
+def test_words_for_what_a_command_answers_name_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for word, command in COMMAND_FOR.items():
+        status, _, err = run(word, capsys)
+        assert status == 2
+        assert f"no command '{word}'; meshlib {command} answers: " in err

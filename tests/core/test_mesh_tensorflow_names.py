@@ -171,6 +171,11 @@ def test_a_name_of_another_package_is_answered(name: str) -> None:
         ("from meshlib.layers import einsum", "; write mtf.einsum"),
         ("from meshlib.optimize import dense", "; write mtf.layers.dense"),
         ("from meshlib import report", ""),
+        ("from meshlib.transformer import transformer, utils", "; write mtf.models: presets, TransformerConfig"),
+        ("import meshlib.transformer.utils", "; write mtf.models: presets"),
+        ("from meshlib.layerz import dense", "; did you mean 'layers'?"),
+        ("from meshlib.hardware import MXU", "; write import hardware"),
+        ("from meshlib import nothing_like_it", "cannot import name 'nothing_like_it'"),
     ],
 )
 def test_imports_of_names_are_answered(line: str, text: str) -> None:

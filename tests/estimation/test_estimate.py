@@ -260,7 +260,7 @@ def test_what_does_not_fit_says_what_would_help():
     assert f"({est.memory.peak_bytes} bytes" in message
     needed = est.memory.needed_bytes
     too_much = bytes_text(needed - est.memory.capacity_bytes)
-    assert f"in tiles, compiled {bytes_text(needed)}), {too_much} too much" in message
+    assert f"needs {bytes_text(needed)}* ({needed / est.memory.capacity_bytes:.1%}), {too_much}* too much" in message
     assert "table/adam" in message or "table/" in message
     assert "test_estimate.py:" in message
     sharded = next(r for r in est.memory.remedies if "layout rule 'd:data?'" in r.what)
@@ -381,9 +381,9 @@ def test_padding_that_decides_is_said() -> None:
         return mtf.estimate(program, "v3-8").memory.message
 
     # Five rows take the place of eight; four do not, however they are named.
-    assert "without padding it takes 1.25 GiB: blocks that do not fill tiles of 8 x 128" in message(5)
-    assert message(5).startswith("fits: peak 2 GiB")
-    assert message(4).startswith("fits: peak 1 GiB")
+    assert "the peak, 2 GiB, takes 1.25 GiB without padding: blocks that do not fill tiles of 8 x 128" in message(5)
+    assert message(5).startswith("fits: needs 2")
+    assert message(4).startswith("fits: needs 1")
     assert "padding" not in message(4)
 
 

@@ -80,7 +80,7 @@ def test_plot(tmp_path):
         "hbm",
         "ici",
         "step time by bound (modelled)",
-        "peak memory per device (exact)",
+        "memory that a device needs (modelled)",
         "100 %",
     ):
         assert f"<!-- {word}" in text, word

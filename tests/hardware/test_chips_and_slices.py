@@ -1,14 +1,17 @@
 """Chips against their published figures, slice names against the documentation's tables."""
 
+import copy
 import dataclasses
 import math
+import pickle
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hardware.checks import HardwareError
-from hardware.chips import CHIPS, Chip, chip_from_table, get_chip, load_chip
+from hardware.chip_files import chip_from_table, load_chip
+from hardware.chips import CHIPS, Chip, get_chip
 from hardware.shapes import wrap_of
 from hardware.slices import Slice, legal_slices
 from tests.hardware import reference
@@ -318,13 +321,13 @@ def test_bad_chips(change, part):
 
 
 def test_bad_tables_and_lookups():
-    with pytest.raises(HardwareError, match="'hbm_byte'; did you mean hbm_bytes"):
+    with pytest.raises(HardwareError, match="'hbm_byte'; did you mean 'hbm_bytes'"):
         chip_from_table({"name": "x", "base": "v4", "hbm_byte": 3})
     with pytest.raises(HardwareError, match="missing ici_bytes_per_second, name; give them"):
         chip_from_table({k: v for k, v in OWN.items() if k not in ("name", "ici_bytes_per_second")})
     with pytest.raises(HardwareError, match="missing name; give"):
         chip_from_table({"base": "v4", "mxus_per_core": 8})
-    with pytest.raises(HardwareError, match="sources name no figure 'hbm_byte'; did you mean hbm_bytes"):
+    with pytest.raises(HardwareError, match="sources name no figure 'hbm_byte'; did you mean 'hbm_bytes'"):
         chip_from_table({"name": "x", "base": "v4", "sources": {"hbm_byte": "a guess"}})
     with pytest.raises(HardwareError, match="vpu_bf16 must be true or false, not 'no'"):
         chip_from_table({"name": "x", "base": "v4", "vpu_bf16": "no"})
@@ -336,6 +339,16 @@ def test_bad_tables_and_lookups():
         get_chip("v0")
     with pytest.raises(HardwareError, match="named by a string"):
         get_chip(3)
+    with pytest.raises(KeyError, match=r"^unknown chip 'v9'; known chips are v1, v2"):
+        CHIPS["v9"]
+    assert CHIPS["trillium"] is CHIPS["v6e"]
+    assert "trillium" not in CHIPS
+    for args, figures in ((("v3",), {"nam": "v3"}), (("v3",), {}), ((), {"name": "v3"})):
+        with pytest.raises(
+            HardwareError, match=r"all its figures by name \(.*\); hardware\.CHIPS\['v3'\] is a published"
+        ):
+            Chip(*args, **figures)
+    assert copy.copy(CHIPS["v3"]) == pickle.loads(pickle.dumps(CHIPS["v3"])) == CHIPS["v3"]
     with pytest.raises(HardwareError, match="no figure 'clock'"):
         CHIPS["v4"].source("clock")
     with pytest.raises(HardwareError, match="unknown MXU dtype 'fp16'"):

@@ -104,7 +104,7 @@ def test_junk_in_methods(where, junk):
 @each("junk", range(len(JUNK)))
 def test_junk_in_closed_forms(junk):
     from hardware import collectives
-    from hardware.chips import chip_from_table
+    from hardware.chip_files import chip_from_table
 
     thing, links = JUNK[junk](), Links(1e9)
     for form in (

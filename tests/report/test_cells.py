@@ -79,6 +79,15 @@ ANSWERS: dict[str, list[str]] = {
 }
 
 
+def test_records_have_short_reprs() -> None:
+    """Fields that have their defaults are left out, and long collections counted."""
+    program, est = shown()["Program"], shown()["Estimate"]
+    records = (est.plan, est.schedule, est.rows[0], program.memory_plan, program.collectives[0], program.compiler)
+    assert [repr(record) for record in records if len(repr(record)) > LONGEST] == []
+    assert repr(mtf.layers.Routing(top_k=1)) == "Routing(top_k=1)"
+    assert repr(est.plan) == f"UnitPlan(units=<{len(est.plan.units)} entries>)"
+
+
 @pytest.mark.parametrize("name", ANSWERS)
 def test_a_cell_answers_what_one_would_ask(name: str) -> None:
     html = shown()[name]._repr_html_()

@@ -68,7 +68,7 @@ def test_changes_that_later_ones_make_superfluous_are_taken_back(
 
     monkeypatch.setattr(tuning, "_tried", price)
     result = tune(run, WHERE)
-    assert (result.best.step_seconds, result.best.peak_bytes) == (10.5, 12)
+    assert (result.best.step_seconds, result.best.needed_bytes) == (10.5, 12)
     (change,) = result.changes
     assert "gradient_accumulation_steps" in change.keys
     assert (change.before, change.after) == (result.given, result.best)

@@ -1,8 +1,8 @@
 """Tokenisation: byte pairs, and text-to-text examples."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from meshlib.data.vocabulary.bytepairs import BytePairs as BytePairs
     from meshlib.data.vocabulary.text_pairs import TextExamples as TextExamples
     from meshlib.data.vocabulary.text_pairs import text_to_text as text_to_text

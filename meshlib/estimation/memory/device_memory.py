@@ -109,17 +109,16 @@ class DeviceMemory(Shown):
     @property
     def message(self) -> str:
         """One line if it fits (two if padding is large); otherwise sizes, the largest tensors, notes, remedies."""
-        peak, capacity = bytes_text(self.peak_bytes), bytes_text(self.capacity_bytes)
-        share = f"{self.peak_bytes / self.capacity_bytes:.1%}"
+        needs, capacity = bytes_text(self.needed_bytes), bytes_text(self.capacity_bytes)
+        share = f"{self.needed_bytes / self.capacity_bytes:.1%}"
         if self.fits:
-            line = f"fits: peak {peak} of {capacity} on each device of {self.slice_name} ({share}; in tiles)"
+            line = f"fits: needs {needs}* of {capacity} on each device of {self.slice_name} ({share})"
             return "\n".join([line, *self._tight(), *self._padding()])
         over = bytes_text(self.needed_bytes - self.capacity_bytes)
-        compiled = bytes_text(self.needed_bytes)
         lines = [
-            f"does not fit: each device of {self.slice_name} has {capacity} ({self.capacity_bytes} bytes), the peak "
-            f"takes {peak} ({self.peak_bytes} bytes, {share}; in tiles, compiled {compiled}), "
-            f"{over} too much, at {self.at}",
+            f"does not fit: each device of {self.slice_name} has {capacity} ({self.capacity_bytes} bytes) and needs "
+            f"{needs}* ({share}), {over}* too much; the peak, {bytes_text(self.peak_bytes)} ({self.peak_bytes} bytes "
+            f"in tiles), is at {self.at}",
             *self._padding(),
             "  largest tensors:",
             *(f"    {v}" for v in self.live[:5]),
@@ -136,8 +135,8 @@ class DeviceMemory(Shown):
         """The parts of a whole run that may not fit beside the step."""
         if self.verdict != "tight":
             return []
-        step, over = bytes_text(self.needed_bytes), bytes_text(self.run_bytes - self.capacity_bytes)
-        return [f"  tight: the compiled step needs {step}, a whole run {bytes_text(self.run_bytes)}, {over} too much"]
+        over = bytes_text(self.run_bytes - self.capacity_bytes)
+        return [f"  tight: a whole run needs {bytes_text(self.run_bytes)}*, {over}* too much"]
 
     def three_ways(self) -> list[str]:
         """Memory of the step, of plain jit and of a whole run, one line each; memory offered and built."""
@@ -163,8 +162,8 @@ class DeviceMemory(Shown):
         if added < 0.05 * self.peak_bytes:
             return []
         return [
-            f"  without padding it takes {exact}: blocks that do not fill tiles of 8 x 128, "
-            "in any order of dims, take whole tiles; split another dim"
+            f"  the peak, {bytes_text(self.peak_bytes)}, takes {exact} without padding: blocks that do not fill tiles "
+            "of 8 x 128, in any order of dims, take whole tiles; split another dim"
         ]
 
     def over_time(self, rows: int = 16) -> str:
@@ -199,7 +198,7 @@ class DeviceMemory(Shown):
         return plot_device_memory(self, ax)
 
     def __repr__(self) -> str:
-        return f"<DeviceMemory: peak {bytes_text(self.peak_bytes)} of {bytes_text(self.capacity_bytes)}>"
+        return f"<DeviceMemory: needs {bytes_text(self.needed_bytes)}* of {bytes_text(self.capacity_bytes)}>"
 
     def __str__(self) -> str:
         lines = [

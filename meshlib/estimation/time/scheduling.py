@@ -48,6 +48,7 @@ from layouts.step_kinds import STEP_KINDS
 from meshlib.core.compiler import Compiler
 from meshlib.core.graph import UPDATE
 from meshlib.core.loop_record import TimedTask, Timing
+from meshlib.core.shown import Brief
 from meshlib.estimation.time.hbm_engine import Hbm
 from meshlib.estimation.time.kernel_times import KernelTime, Times
 from meshlib.estimation.time.link_sharing import LinkTimes, Moved
@@ -92,8 +93,8 @@ class Event(NamedTuple):
         return round(times * self.trips)
 
 
-@dataclass(slots=True)
-class StepSchedule:
+@dataclass(slots=True, repr=False)
+class StepSchedule(Brief):
     """The events of a program in the order of placement, and totals in seconds.
 
     `busy`: busy seconds per engine ("mxu", "vpu", "hbm", a network resource by number); `serial_seconds`: the time

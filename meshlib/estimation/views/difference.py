@@ -33,10 +33,10 @@ def difference(first: Estimate, second: Estimate, name: str = "", tokens: tuple[
     if first.slice.name != second.slice.name:
         names += f" of {second.slice.name}"
     speed = "as fast" if abs(change) < SAME else f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}*"
-    peak = second.memory.peak_bytes - first.memory.peak_bytes
-    held = "the same memory" if not peak else f"{bytes_text(abs(peak))} {'more' if peak > 0 else 'less'} memory"
+    more = second.memory.needed_bytes - first.memory.needed_bytes
+    needs = "the same memory" if not more else f"{bytes_text(abs(more))}* {'more' if more > 0 else 'less'} memory"
     fits = "" if first.fits == second.fits else ", which fits" if second.fits else ", which does not fit"
-    text = f"{names} is {speed} ({seconds_text(before)} to {seconds_text(after)}{_for(tokens)}) and takes {held}{fits}"
+    text = f"{names} is {speed} ({seconds_text(before)} to {seconds_text(after)}{_for(tokens)}) and needs {needs}{fits}"
     return f"{text}{_reason(first, second, change, share)}."
 
 

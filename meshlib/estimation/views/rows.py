@@ -10,6 +10,7 @@ from hardware.memory import PCIE_EFFICIENCY, hbm_rate
 from hardware.network import Cost
 from hardware.placement import CORES, DCN
 from meshlib.core.graph import FORWARD
+from meshlib.core.shown import Brief
 from meshlib.estimation.time.kernel_times import KernelTime
 from meshlib.estimation.time.scheduling import Event, StepSchedule
 from meshlib.estimation.work.communication import launch_seconds
@@ -17,8 +18,8 @@ from meshlib.estimation.work.communication import launch_seconds
 BOUNDS = ("mxu", "vpu", "hbm", "ici", "dcn", "pcie", "latency", "input")
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+@dataclass(frozen=True, slots=True, repr=False)
+class Row(Brief):
     """One fusion group, collective or copy to or from the host.
 
     `hidden_seconds` is the part of a kernel that ran ahead: operands prefetched during other kernels.

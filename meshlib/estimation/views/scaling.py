@@ -56,7 +56,7 @@ class Scaling:
 
     def __str__(self) -> str:
         head = ("slice", "devices", "mesh", "step*", "exposed comm*", "MFU*", "speed-up*", "efficiency*", "bound*",
-                "1,000 steps*", "peak memory", "fits")  # fmt: skip
+                "1,000 steps*", "needs*", "fits")  # fmt: skip
         cells: list[tuple[str, ...]] = [head]
         for e, speed, share in zip(self.estimates, self.speedup, self.efficiency, strict=True):
             cost = "-" if e.slice.usd_per_hour is None else usd_text(e.usd(1000))
@@ -65,7 +65,7 @@ class Scaling:
                     e.slice.name, str(e.slice.devices), str(e.program.mesh), seconds_text(e.step_seconds),
                     seconds_text(e.exposed_comm_seconds), f"{e.mfu:.1%}", f"{speed:.4g}x", f"{share:.1%}", e.bound,
                     cost,
-                    bytes_text(e.memory.peak_bytes), "yes" if e.fits else "no",
+                    bytes_text(e.memory.needed_bytes), "yes" if e.fits else "no",
                 )
             )  # fmt: skip
         compilers = ", ".join(dict.fromkeys(str(e.compiler) for e in self.estimates))
@@ -74,7 +74,7 @@ class Scaling:
         return "\n".join([*grid(cells, right=(1, 3, 4, 5, 6, 7, 9, 10)), *notes])
 
     def plot(self, ax: Any = None, what: str = "time") -> Any:
-        """Draw step time by bottleneck, efficiency, and peak memory beside HBM, one bar per slice.
+        """Draw step time by bottleneck, efficiency, and memory needed beside HBM, one bar per slice.
 
         Args:
           ax: matplotlib Axes for one of the three, or the path of a file (.png, .svg, .pdf) for all; by default a new
@@ -134,14 +134,14 @@ class Scaling:
 
     def _draw_memory(self, axes: Any) -> None:
         gib = 2**30
-        peaks = [e.memory.peak_bytes / gib for e in self.estimates]
+        needed = [e.memory.needed_bytes / gib for e in self.estimates]
         colours = ["tab:blue" if e.fits else "tab:red" for e in self.estimates]
-        axes.bar(range(len(peaks)), peaks, 0.7, color=colours)
+        axes.bar(range(len(needed)), needed, 0.7, color=colours)
         for n, e in enumerate(self.estimates):
             capacity = e.memory.capacity_bytes / gib
             axes.plot([n - 0.42, n + 0.42], [capacity, capacity], color="black", label="HBM" if n == 0 else None)
-            axes.annotate(bytes_text(e.memory.peak_bytes), (n, peaks[n]), ha="center", va="bottom")
-        axes.set(title="peak memory per device (exact)", ylabel="GiB")
+            axes.annotate(bytes_text(e.memory.needed_bytes), (n, needed[n]), ha="center", va="bottom")
+        axes.set(title="memory that a device needs (modelled)", ylabel="GiB")
         axes.margins(y=0.15)
         axes.legend(frameon=False)
 

@@ -185,6 +185,7 @@ def comparison(a: Estimate, b: Estimate) -> str:
         ("MXU flops", "count", a.flops, b.flops, "exact"),
         ("HBM bytes", "bytes", a.hbm_bytes, b.hbm_bytes, "exact"),
         ("sent bytes", "bytes", a.sent_bytes, b.sent_bytes, "exact"),
+        ("memory needed", "bytes", a.memory.needed_bytes, b.memory.needed_bytes, "modelled"),
         ("peak memory", "bytes", a.memory.peak_bytes, b.memory.peak_bytes, "exact"),
         *((f"  {k}", "bytes", a.memory.by_kind[k], b.memory.by_kind[k], "exact") for k in kinds),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshlib.core.loop_record import Timing
+from meshlib.core.shown import Brief
 from meshlib.estimation.work.communication import Communication
 from meshlib.estimation.work.kernels import Kernel
 
@@ -65,8 +66,8 @@ class Unit:
         return bool(self.moves) and self.kernel is None
 
 
-@dataclass(frozen=True)
-class UnitPlan:
+@dataclass(frozen=True, repr=False)
+class UnitPlan(Brief):
     """The units of a program or loop body, in order, without references to the program."""
 
     units: tuple[Unit, ...]

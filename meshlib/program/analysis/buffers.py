@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from meshlib.core.opdef import Kind, Storage
+from meshlib.core.shown import Brief
 from meshlib.program.analysis.stored_values import StoredValues, is_elementwise, keeps_rows
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Program
@@ -25,8 +26,8 @@ from meshlib.program.records import Program
 START = -1  # instruction number of the program's start
 
 
-@dataclass(eq=False, slots=True)
-class Buffer:
+@dataclass(eq=False, slots=True, repr=False)
+class Buffer(Brief):
     """Memory of one device for values with disjoint live ranges, and for aliases.
 
     Attributes:
@@ -45,8 +46,8 @@ class Buffer:
         return next((begin, v) for begin, v in reversed(self.shown) if begin <= n)
 
 
-@dataclass(frozen=True, eq=False)
-class MemoryPlan:
+@dataclass(frozen=True, eq=False, repr=False)
+class MemoryPlan(Brief):
     """The `buffers` in order of allocation; results of `update_slice` and stacks of loops that are updated `in_place`;
     and which values are `stored`, or how consumers recompute them."""
 

@@ -3,9 +3,9 @@
 A box is (top, left, bottom, right) in pixels; several boxes are an array [n, 4].
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from meshlib.models.images.detection.anchors import Anchors as Anchors
     from meshlib.models.images.detection.anchors import Targets as Targets
     from meshlib.models.images.detection.boxes import box_iou as box_iou
