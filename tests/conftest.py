@@ -85,15 +85,16 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
-    """Young objects are collected once a process takes 2 GiB, or all of them a third of the memory of the machine."""
+    """No later collection looks at what a test leaves; young objects are collected once a process is large."""
     yield
-    if gc.get_threshold()[0] == 0 and _is_large():
+    if gc.get_threshold()[0] == 0:
         gc.freeze()
-        gc.set_threshold(20_000, 20, 10)
+        if _is_large():
+            gc.set_threshold(20_000, 20, 10)
 
 
 def _is_large() -> bool:
-    """Whether this process takes more memory than garbage may; True where the system does not tell."""
+    """Whether this process takes 2 GiB or its share of a third of the memory; True if the system does not tell."""
     try:
         resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
         pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")

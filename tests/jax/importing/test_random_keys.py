@@ -7,6 +7,7 @@ import pytest
 
 import meshlib as mtf
 from meshlib.jax.importing.code import NotImported
+from tests.effort import draws
 from tests.jax.importing.checks import compared
 
 jax = pytest.importorskip("jax")
@@ -45,7 +46,7 @@ def pattern(draws):
     return [rows.index(row) for row in rows]
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(draws(8, 16)))
 def test_numbers_are_equal_where_those_of_jax_are(seed):
     rng = random.Random(seed)
     key = jax.random.PRNGKey(7) if seed % 3 == 0 else jax.random.key(7)
