@@ -48,6 +48,7 @@ from meshlib.searching.bounds.least_memory import LeastMemory
 TOKENS_OF_A_DEVICE = 4096
 IMAGES_OF_A_DEVICE = 128
 LENGTH = 8192
+LANES = 128  # of a tile
 FUNCTION = "build"
 OPTIONS = ("batch", "length", "remat", "compiler")  # of a model, which --set does not set
 # Axis names that go together, for a mesh without a layout.
@@ -242,7 +243,7 @@ def subject_of(args: argparse.Namespace, where: Slice | None) -> Subject:
             raise GraphError(f"--set {name}: no setting of this name{hint}")
     if given:
         config = config.replace(**given)
-    length = args.length or min(LENGTH, config.max_length or LENGTH)
+    length = args.length or usual_length(config)
     sizes = {"batch": args.batch or usual_batch(devices, length), "length": length}
     subject = of_model(config, sizes, step, COMPILERS[args.compiler], args.batch is not None)
     return replace(subject, settings=given, notes=notes)
@@ -271,8 +272,22 @@ def of_model(
 
 
 def usual_batch(devices: int, length: int) -> int:
-    """Default sequences per step: 4,096 tokens per device, but at least one sequence for each."""
-    return max(devices, devices * TOKENS_OF_A_DEVICE // length)
+    """Default sequences per step, as many for each device: 4,096 tokens, but at least one sequence.
+
+    >>> usual_batch(32, 1024), usual_batch(32, 3000), usual_batch(32, 8192)
+    (128, 32, 32)
+    """
+    return devices * max(1, TOKENS_OF_A_DEVICE // length)
+
+
+def usual_length(config: TransformerConfig) -> int:
+    """Default tokens of a sequence: 8,192, or the positions of the model in whole tiles (OPT has two more).
+
+    >>> [usual_length(preset("gpt2").replace(max_length=most)) for most in (2050, 514, 100, None)]
+    [2048, 512, 100, 8192]
+    """
+    most = min(LENGTH, config.max_length or LENGTH)
+    return most - most % LANES if most > LANES else most
 
 
 def _config(name: str) -> tuple[TransformerConfig, str]:

@@ -32,9 +32,10 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
 
     Llama 2 to 4, Mistral, Mixtral, Gemma 1 to 4, Qwen 2 and 3 with their experts, DeepSeek 2 and 3, Kimi K2, GPT-OSS,
     OLMo 2 and 3, OLMoE, Phi 3 and 4, GPT-2 and T5; to be planned, but without their weights, the families of
-    `meshlib.sharing.foreign_planned`: Cohere, ERNIE 4.5, EXAONE 4, Falcon, GLM 4, GPT-NeoX, Granite, Nemotron, Phi 1
-    and 2, Phi-MoE, Qwen 2 with experts, Seed-OSS, SmolLM 3, StableLM, StarCoder 2 and others. Of multimodal models it
-    is the text model, where that is of one of these families, with a name that ends in "-text". `config_notes` lists
+    `meshlib.sharing.foreign_planned`: Baichuan, BERT, BLOOM, Cohere, DBRX, ERNIE 4.5, EXAONE, Falcon, GLM 3 and 4,
+    GPT-J, GPT-Neo and NeoX, Granite, InternLM, MiniCPM, MiniMax M2, MPT, Nemotron, OLMo 1, OPT, Phi 1 and 2, Phi-MoE,
+    Qwen 1 and 2 with experts, RoBERTa, Seed-OSS, SmolLM 3, StableLM, StarCoder and others. Of multimodal models it is
+    the text model, where that is of one of these families, with a name that ends in "-text". `config_notes` lists
     the features of a file that the result leaves out.
 
     Args:
@@ -91,7 +92,7 @@ def _remedy_of(kind: str, known: Collection[str]) -> str:
     """What to do with a config of an unknown type."""
     if kind in IMAGES:
         return "; classifiers of images are presets, such as 'resnet-50' or 'vit-b-16'"
-    return nearest(kind, known) or "; if it computes as one of them, give its type in a copy, with the fields of that"
+    return f"{nearest(kind, known)}; if it computes as one of them, give its type in a copy, with the fields of that"
 
 
 def _fault_of_heads(given: Mapping[str, Any]) -> str | None:
@@ -129,10 +130,10 @@ def _read(path: str | os.PathLike[str], name: str | None) -> tuple[TransformerCo
     def fail(fault: str) -> NoReturn:
         raise CheckpointError(f"{WHAT}: {target}: {fault}")
 
-    check_fields(given, PLANNED_SCHEMA if kind in PLANNED else SCHEMAS.get(kind, SCHEMA), fail)
+    check_fields(given, PLANNED_SCHEMA if kind in PLANNED else SCHEMAS.get({"mt5": "t5"}.get(kind, kind), SCHEMA), fail)
     rope = {**(given.get("rope_parameters") or {}), **(given.get("rope_scaling") or {})}
     check_fields(rope, ROPE, fail)
-    if kind not in ("gpt2", "t5") and (fault_of_heads := _fault_of_heads(given)):
+    if kind not in ("gpt2", "t5", "mt5") and (fault_of_heads := _fault_of_heads(given)):
         fail(fault_of_heads)
     try:
         return TransformerConfig(name=called, **_fields(given, kind)), [*towers, *_left_out(given, written, kind)]
@@ -347,5 +348,10 @@ def _activation(word: object) -> str:
 
 
 _KINDS: MappingProxyType[str, Callable[[Fields], dict[str, Any]]] = MappingProxyType(
-    {"llama": _llama, "gpt2": _gpt2, "t5": _t5}
+    {
+        "llama": _llama,
+        "gpt2": _gpt2,
+        "t5": _t5,
+        "mt5": lambda f: _t5({"tie_word_embeddings": False, "feed_forward_proj": "gated-gelu", **f}),
+    }
 )

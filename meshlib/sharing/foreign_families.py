@@ -24,6 +24,7 @@ WHAT = "read_config"
 TEXT_MODELS: Mapping[str, str] = MappingProxyType(
     {"llama4": "llama4_text", "gemma3": "gemma3_text", "gemma4": "gemma4_text"}
 )
+_STATE_SPACE = "a state-space model"
 # Refused families, with the unsupported feature of each.
 ABSENT: Mapping[str, str] = MappingProxyType(
     {
@@ -31,20 +32,29 @@ ABSENT: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "mllama"), "a vision tower"),
         **dict.fromkeys(("paligemma", "idefics3", "mistral3", "internvl", "kimi_vl", "pixtral"), "a vision tower"),
         **dict.fromkeys(("qwen2_audio", "qwen3_omni_moe", "qwen2_5_omni", "whisper"), "an audio tower"),
-        **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba2"), "a state-space model"),
+        **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2"), _STATE_SPACE),
+        **dict.fromkeys(("falcon_h1", "granitemoehybrid", "nemotron_h", "plamo2"), _STATE_SPACE),
+        **dict.fromkeys(("rwkv", "rwkv5", "rwkv6", "rwkv7", "recurrent_gemma", "xlstm"), "recurrent layers"),
+        **dict.fromkeys(("nemotron-nas", "deci", "openelm"), "layers of different sizes"),
+        **dict.fromkeys(("deberta", "deberta-v2"), "scores of relative positions with contents"),
         **dict.fromkeys(("deepseek_v32", "deepseek_v4"), "sparse attention by an indexer"),
-        **dict.fromkeys(("bloom", "mpt"), "positions by linear biases (ALiBi)"),
         **dict.fromkeys(("lfm2", "lfm2_moe"), "short convolutions between tokens"),
         "bitnet": "weights of three values",
         "diffllama": "differential attention",
         "jetmoe": "experts of attention",
         "gemma3n": "embeddings that every layer adds",
-        "olmo": "norms without parameters",
+        **dict.fromkeys(("bart", "mbart", "pegasus", "marian"), "an encoder-decoder with positions of its own"),
+        "arctic": "a dense block beside the experts",
+        "phi3small": "block-sparse attention",
+        "umt5": "relative positions of every layer",
     }
 )
 
 SCALINGS = ("default", "linear", "llama3", "yarn")  # of rotary positions
-DROPOUTS = ("resid_pdrop", "embd_pdrop", "attention_dropout")
+DROPOUTS = (
+    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "dropout", "hidden_dropout"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob"),
+)
 
 _SIZES = (
     *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
@@ -88,9 +98,14 @@ def windows_of(fields: Fields, default: Sequence[str] = ()) -> dict[str, Any]:
         if kind not in known:
             what = "linear attention" if "linear" in str(kind) else f"layers of kind {kind!r:.40}"
             raise GraphError(f"{at(WHAT)}: layer_types has {what}; this library has no such layers")
-    each = [known[kind] for kind in types]
-    period = next(n for n in range(1, len(each) + 1) if all(x == each[i % n] for i, x in enumerate(each)))
-    return {"windows": tuple(each[:period])}
+    return {"windows": shortest([known[kind] for kind in types])}
+
+
+def shortest(windows: Sequence[int | None]) -> tuple[int | None, ...]:
+    """The shortest pattern that repeats to these windows."""
+    sizes = range(1, len(windows) + 1)
+    period = next(n for n in sizes if all(x == windows[i % n] for i, x in enumerate(windows)))
+    return tuple(windows[:period])
 
 
 def _scale(fields: Fields) -> dict[str, Any]:
@@ -225,16 +240,18 @@ def experts_of_deepseek(fields: Fields, third: bool) -> dict[str, Any]:
     return dropless_experts(fields, *sizes, routing, shared=shared, first_dense=front)
 
 
-def _deepseek(fields: Fields) -> dict[str, Any]:
+def latent_of_deepseek(fields: Fields) -> dict[str, Any]:
+    """Latent attention; its rotary positions are not scaled here."""
     latent = LatentAttention(
         kv_rank=fields["kv_lora_rank"], rope_dim=fields["qk_rope_head_dim"], nope_dim=fields["qk_nope_head_dim"],
         value_dim=fields["v_head_dim"], q_rank=fields.get("q_lora_rank") or None,
     )  # fmt: skip
+    return {"latent": latent, "head_dim": latent.head_dim, "kv_heads": None, "rope_scaling": None}
+
+
+def _deepseek(fields: Fields) -> dict[str, Any]:
     third = fields.get("scoring_func") == "sigmoid" or fields.get("topk_method") == "noaux_tc"
-    return {
-        "latent": latent, "head_dim": latent.head_dim, "kv_heads": None, "rope_scaling": None,
-        **experts_of_deepseek(fields, third),
-    }  # fmt: skip
+    return {**latent_of_deepseek(fields), **experts_of_deepseek(fields, third)}
 
 
 FAMILIES: Mapping[str, Callable[[Fields], dict[str, Any]]] = MappingProxyType(

@@ -1,7 +1,8 @@
-"""Decoder families that are planned from their config.json, but whose weights are not read.
+"""Families that are planned from their config.json, but whose weights are not read.
 
-As in `foreign_families`, each function takes the fields of a file and returns the arguments of `TransformerConfig` in
-which its family differs from Llama. What these models do beyond that costs little, and `planned_notes` says it.
+As in `foreign_families`, each function takes the fields of a file, under Llama's names (`foreign_names`), and returns
+the arguments of `TransformerConfig` in which its family differs from Llama. What these models do beyond that costs
+little, and `planned_notes` says it.
 
 Source: huggingface/transformers 4.57: src/transformers/models/<family>/configuration_<family>.py, names and defaults.
 """
@@ -13,24 +14,38 @@ from types import MappingProxyType
 from typing import Any
 
 from meshlib.core.arguments import at
-from meshlib.core.documents import COUNT, FLAG, LIST, NUMBER, POSITIVE, SIZE, Schema
+from meshlib.core.documents import COUNT, FLAG, LIST, NUMBER, POSITIVE, RECORD, SIZE, Schema
 from meshlib.core.errors import GraphError
 from meshlib.sharing.foreign_families import (
     SCHEMA,
     WHAT,
     dropless_experts,
     experts_of_deepseek,
+    latent_of_deepseek,
     renormalised,
+    shortest,
     windows_of,
 )
+from meshlib.sharing.foreign_keys import under_names_of_llama
 
 Fields = Mapping[str, Any]
-_SQUARED = "relu2"
 _LOCAL = "num_local_experts", "intermediate_size"
-_FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale")
+_FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "scale_emb", "scale_depth")
+_FOUR_TIMES = ("falcon", "bloom", "mpt", "gptj", "codegen", "gpt_neo", "gpt_bigcode")  # d_ff over d_model
+_UNBIASED_NORMS = ("cohere", "cohere2", "dbrx", "mpt", "olmo")
+# Activations that this library lacks -> the nearest one, and what they are.
+_NEAREST: Mapping[object, tuple[str, str]] = MappingProxyType(
+    {
+        "relu2": ("relu", "the square of a ReLU; a ReLU here"),
+        "xielu": ("silu", "xIELU, with learned numbers; a SiLU here"),
+        "gegelu": ("gelu", "a gated GELU with limits; a GELU here"),
+        "quick_gelu": ("silu", "x sigmoid(1.702 x); a SiLU here"),
+    }
+)
 _FLAGS = (
     *("use_qk_norm", "alibi", "multi_query", "new_decoder_architecture", "parallel_attn", "bias", "use_bias"),
-    *("use_parallel_residual", "qk_layernorm", "use_qkv_bias", "lm_head_bias"),
+    *("use_parallel_residual", "qk_layernorm", "use_qkv_bias", "lm_head_bias", "qkv_bias", "no_bias", "qk_norm"),
+    *("add_qkv_bias", "do_layer_norm_before", "use_routing_bias"),
 )
 PLANNED_SCHEMA: Schema = {
     **SCHEMA,
@@ -40,25 +55,34 @@ PLANNED_SCHEMA: Schema = {
     **{name: SIZE.optional() for name in ("moe_num_experts", "moe_k", "shared_expert_intermediate_size")},
     **{name: COUNT.optional() for name in ("moe_num_shared_experts", "moe_layer_start_index", "moe_layer_interval")},
     **{name: COUNT.optional() for name in ("num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn")},
+    **{name: SIZE.optional() for name in ("word_embed_proj_dim", "window_size", "shared_intermediate_size")},
+    "type_vocab_size": COUNT.optional(),
+    "clip_qkv": NUMBER.optional(),
+    "attn_config": RECORD.optional(),
+    "attention_types": LIST.optional(),
     "no_rope_layers": LIST.optional(),
 }
 
 
 def completed(fields: Fields, kind: str) -> Fields:
     """The fields of a family under Llama's names, with the defaults that files leave out."""
-    given = dict(fields)
+    given = under_names_of_llama(fields)
     if kind == "falcon":
         grouped = given.get("num_kv_heads") if given.get("new_decoder_architecture") else 1
         if grouped == 1 and not given.get("multi_query", True):
             grouped = None
         given["num_key_value_heads"] = grouped
-        given["intermediate_size"] = given.get("ffn_hidden_size") or 4 * int(given.get("hidden_size", 0))
+    if kind in _FOUR_TIMES and not given.get("intermediate_size"):
+        given["intermediate_size"] = given.get("expansion_ratio", 4) * int(given.get("hidden_size", 0))
     if kind == "gpt_neox":
         given["num_key_value_heads"] = None
+    if kind == "gpt_bigcode" and given.get("multi_query", True):
+        given["num_key_value_heads"] = 1
+    if kind == "qwen" and isinstance(width := given.get("intermediate_size"), int):
+        given["intermediate_size"] = width // 2  # that of the gate and the input together
     if kind in ("ernie4_5", "seed_oss"):
         given.setdefault("head_dim", 128)
-    if given.get("hidden_act") == _SQUARED:
-        given["hidden_act"] = "relu"
+    given["hidden_act"] = _NEAREST.get(given.get("hidden_act"), (given.get("hidden_act"),))[0]
     return given
 
 
@@ -67,8 +91,8 @@ def _tied(fields: Fields) -> bool:
     return fields.get("tie_word_embeddings") is not False
 
 
-def _layer_norm(fields: Fields, key: str = "layer_norm_eps") -> dict[str, Any]:
-    return {"norm": "layer", "norm_epsilon": fields.get(key) or 1e-5}
+def _layer_norm(fields: Fields) -> dict[str, Any]:
+    return {"norm": "layer", "norm_epsilon": fields.get("layer_norm_eps") or fields.get("rms_norm_eps") or 1e-5}
 
 
 def _throughout(biased: object) -> dict[str, Any]:
@@ -82,18 +106,20 @@ def _biased(fields: Fields, key: str) -> dict[str, Any]:
 
 
 def _cohere(fields: Fields) -> dict[str, Any]:
-    if fields.get("use_qk_norm"):
-        raise GraphError(
-            f"{at(WHAT)}: use_qk_norm is True: a layer norm of each head of queries and keys; here is none"
-        )
-    return {**_layer_norm(fields), "parallel": True, "tied": _tied(fields), **windows_of(fields)}
+    types = fields.get("layer_types") or [
+        "full_attention" if (n + 1) % (fields.get("sliding_window_pattern") or 4) == 0 else "sliding_attention"
+        for n in range(fields["num_hidden_layers"])
+    ]
+    return {
+        **_layer_norm(fields), "parallel": True, "tied": _tied(fields), "qk_norm": bool(fields.get("use_qk_norm")),
+        **windows_of(fields, types),
+    }  # fmt: skip
 
 
 def _falcon(fields: Fields) -> dict[str, Any]:
-    if fields.get("alibi"):
-        raise GraphError(f"{at(WHAT)}: alibi is True: positions by linear biases; this library has no such layers")
     return {
-        **_layer_norm(fields, "layer_norm_epsilon"), "gated": False, "activation": "gelu_exact", "tied": _tied(fields),
+        **({"position": "none"} if fields.get("alibi") else {}),
+        **_layer_norm(fields), "gated": False, "activation": "gelu_exact", "tied": _tied(fields),
         "parallel": bool(fields.get("parallel_attn", True) or fields.get("new_decoder_architecture")),
         **_throughout(fields.get("bias")),
     }  # fmt: skip
@@ -109,34 +135,99 @@ def _gpt_neox(fields: Fields) -> dict[str, Any]:
 def _starcoder2(fields: Fields) -> dict[str, Any]:
     window = fields.get("sliding_window")
     return {
-        **_layer_norm(fields, "norm_epsilon"), "gated": False, **_throughout(fields.get("use_bias", True)),
+        **_layer_norm(fields), "gated": False, **_throughout(fields.get("use_bias", True)),
         "tied": _tied(fields), "windows": (window or None,),
     }  # fmt: skip
 
 
 def _stablelm(fields: Fields) -> dict[str, Any]:
-    if fields.get("qk_layernorm"):
-        raise GraphError(
-            f"{at(WHAT)}: qk_layernorm is True: a layer norm of each head of queries and keys; here is none"
-        )
-    parallel = bool(fields.get("use_parallel_residual"))
-    return {**_layer_norm(fields), **_biased(fields, "use_qkv_bias"), "parallel": parallel}
+    normed = {"parallel": bool(fields.get("use_parallel_residual")), "qk_norm": bool(fields.get("qk_layernorm"))}
+    return {**_layer_norm(fields), **_biased(fields, "use_qkv_bias"), **normed}
 
 
 def _granite(fields: Fields) -> dict[str, Any]:
     return {"attention_scale": fields.get("attention_multiplier")}
 
 
-def _qwen2_moe(fields: Fields) -> dict[str, Any]:
-    width, own = fields["moe_intermediate_size"], fields["shared_expert_intermediate_size"]
+def _gpt(fields: Fields, **more: Any) -> dict[str, Any]:
+    """GPT-2 under other names: layer norms, biases, learned positions."""
+    learned = {"position": "learned", "max_length": fields.get("max_position_embeddings")}
+    return {**_layer_norm(fields), **_throughout(True), "gated": False, **learned, "tied": _tied(fields), **more}
+
+
+def _opt(fields: Fields) -> dict[str, Any]:
+    if fields.get("word_embed_proj_dim", fields["hidden_size"]) != fields["hidden_size"]:
+        raise GraphError(
+            f"{at(WHAT)}: word_embed_proj_dim is {fields['word_embed_proj_dim']} beside a hidden_size of "
+            f"{fields['hidden_size']}: embeddings in another width; this library has none"
+        )
+    position = {"norm_position": "pre" if fields.get("do_layer_norm_before", True) else "post"}
+    return _gpt(fields, **position, max_length=fields["max_position_embeddings"] + 2)
+
+
+def _gptj(fields: Fields) -> dict[str, Any]:
+    rotary = {"position": "rotary", "max_length": None, "parallel": True, "attention_bias": False}
+    return {**_gpt(fields, **rotary), "tied": bool(fields.get("tie_word_embeddings"))}
+
+
+def _gpt_neo(fields: Fields) -> dict[str, Any]:
+    kinds = [kind for kinds, times in fields.get("attention_types") or () for _ in range(times) for kind in kinds]
+    windows = [fields.get("window_size", 256) if kind == "local" else None for kind in kinds or ("global", "local")]
+    return _gpt(fields, attention_bias=False, attention_out_bias=True, attention_scale=1.0, windows=shortest(windows))
+
+
+def _linear_biases(fields: Fields, biased: bool = True, **more: Any) -> dict[str, Any]:
+    """Positions by linear biases of the scores (ALiBi), which are left out."""
+    return {**_gpt(fields, position="none", max_length=None, **_throughout(biased)), **more}
+
+
+def _mpt(fields: Fields) -> dict[str, Any]:
+    biased = not fields.get("no_bias", True)
+    if (fields.get("attn_config") or {}).get("alibi", True):
+        return _linear_biases(fields, biased, activation="gelu_exact")
+    return _gpt(fields, **_throughout(biased), activation="gelu_exact")
+
+
+def _bert(fields: Fields) -> dict[str, Any]:
+    """An encoder that predicts masked tokens."""
+    return _gpt(
+        fields, kind="encoder", segments=fields.get("type_vocab_size", 0), norm_position="post", embedding_norm=True,
+        head="transform", attention="materialised",
+    )  # fmt: skip
+
+
+def _dense_latent(fields: Fields) -> dict[str, Any]:
+    """Latent attention as in DeepSeek 2, and no experts (MiniCPM 3)."""
+    value_dim = fields.get("v_head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+    return {**latent_of_deepseek({**fields, "v_head_dim": value_dim}), "tied": _tied(fields)}
+
+
+def _minimax(fields: Fields) -> dict[str, Any]:
+    routing = {"scores": "sigmoid", "bias": bool(fields.get("use_routing_bias", True))}
+    normed = {"qk_norm": bool(fields.get("use_qk_norm", True)), "qk_norm_over_heads": True}
+    return {**normed, **dropless_experts(fields, *_LOCAL, routing)}
+
+
+def _shared(fields: Fields, own: int, width: int) -> dict[str, Any]:
+    """A shared expert of width `own` beside experts of `width`, as so many of them."""
     if own % width or fields.get("mlp_only_layers"):
         raise GraphError(
             f"{at(WHAT)}: a shared expert of width {own} beside experts of {width}, or mlp_only_layers "
             f"{fields.get('mlp_only_layers')!r:.60}; this library has no such layers"
         )
-    parts = {"shared": own // width, "every": fields.get("decoder_sparse_step") or 1}
+    return {"shared": own // width}
+
+
+def _qwen2_moe(fields: Fields) -> dict[str, Any]:
+    shared = _shared(fields, fields["shared_expert_intermediate_size"], fields["moe_intermediate_size"])
+    parts = {**shared, "every": fields.get("decoder_sparse_step") or 1}
     experts = dropless_experts(fields, "num_experts", "moe_intermediate_size", renormalised(fields), **parts)
     return {"attention_bias": True, "attention_out_bias": False, **experts}
+
+
+def _granite_shared(fields: Fields) -> dict[str, Any]:
+    shared = _shared(fields, fields.get("shared_intermediate_size") or 0, fields["intermediate_size"])
+    return {**_granite(fields), **dropless_experts(fields, *_LOCAL, {}, **shared)}
 
 
 def _like_deepseek(fields: Fields) -> dict[str, Any]:
@@ -155,18 +246,37 @@ def _ernie_moe(fields: Fields) -> dict[str, Any]:
 
 PLANNED: Mapping[str, Callable[[Fields], dict[str, Any]]] = MappingProxyType(
     {
-        "arcee": lambda f: {"gated": False}, "cohere": _cohere, "cohere2": _cohere,
+        "apertus": lambda f: {"gated": False, "qk_norm": bool(f.get("qk_norm", True))},
+        "arcee": lambda f: {"gated": False},
+        "baichuan": lambda f: {} if f.get("max_position_embeddings") else {"position": "none"},  # 7B, 13B
+        **dict.fromkeys(("bert", "camembert", "distilbert", "roberta", "xlm-roberta"), _bert),
+        "bloom": lambda f: _linear_biases(f, embedding_norm=True),
+        "chatglm": lambda f: _biased(f, "add_qkv_bias"), "codegen": _gptj, "cohere": _cohere, "cohere2": _cohere,
+        "dbrx": lambda f: {**_layer_norm(f), **dropless_experts(f, *_LOCAL, {})},
+        "deepseek": lambda f: experts_of_deepseek(f, third=False),
         "dots1": lambda f: {**_like_deepseek(f), "qk_norm": True},
         "ernie4_5": lambda f: {**_throughout(f.get("use_bias")), "tied": _tied(f)}, "ernie4_5_moe": _ernie_moe,
+        "exaone": lambda f: {},
         "exaone4": lambda f: {"norm_position": "output", "qk_norm": True, **windows_of(f)}, "falcon": _falcon,
         "glm": lambda f: _biased(f, "attention_bias"),
         "glm4": lambda f: {**_biased(f, "attention_bias"), "post_norms": True},
         "glm4_moe": lambda f: {**_like_deepseek(f), "qk_norm": bool(f.get("use_qk_norm"))},
-        "gpt_neox": _gpt_neox, "granite": _granite,
-        "granitemoe": lambda f: {**_granite(f), **dropless_experts(f, *_LOCAL, {})}, "helium": lambda f: {},
-        "nemotron": lambda f: {**_layer_norm(f, "norm_eps"), "gated": False},
+        "gpt_bigcode": _gpt, "gpt_neo": _gpt_neo, "gpt_neox": _gpt_neox, "gptj": _gptj, "granite": _granite,
+        "granitemoe": lambda f: {**_granite(f), **dropless_experts(f, *_LOCAL, {})},
+        "granitemoeshared": _granite_shared, "helium": lambda f: {},
+        "hunyuan_v1_dense": lambda f: {"qk_norm": True, "tied": bool(f.get("tie_word_embeddings"))},
+        "internlm2": lambda f: {"attention_bias": f.get("bias") is not False},
+        "internlm3": lambda f: {**_throughout(f.get("bias")), "attention_bias": bool(f.get("qkv_bias")),
+                                "attention_out_bias": bool(f.get("bias"))},
+        "minicpm": lambda f: {"tied": _tied(f)}, "minicpm3": _dense_latent, "minimax_m2": _minimax,
+        "ministral": windows_of, "mpt": _mpt,
+        "nemotron": lambda f: {**_layer_norm(f), "gated": False},
+        "olmo": _layer_norm, "opt": _opt,
+        "orion": _layer_norm,
+        "persimmon": lambda f: {**_gpt_neox(f), "parallel": False, "qk_norm": bool(f.get("qk_layernorm", True))},
         "phi": lambda f: {**_gpt_neox(f), "activation": "gelu"},
-        "phimoe": lambda f: {**_layer_norm(f, "rms_norm_eps"), **dropless_experts(f, *_LOCAL, {})},
+        "phimoe": lambda f: {**_layer_norm(f), **dropless_experts(f, *_LOCAL, {})},
+        "qwen": lambda f: {"attention_bias": True, "attention_out_bias": False},
         "qwen2_moe": _qwen2_moe, "seed_oss": lambda f: _biased(f, "attention_bias"),
         "smollm3": lambda f: {"tied": _tied(f)}, "stablelm": _stablelm, "starcoder2": _starcoder2,
     }
@@ -178,17 +288,25 @@ def planned_notes(fields: Fields, kind: str) -> list[str]:
     """What a planned family does that this library does not express."""
     factors = [f"{name}={fields[name]}" for name in _FACTORS if fields.get(name) not in (None, 1.0)]
     out = [f"{', '.join(factors)}: factors of values, at no cost"] if factors else []
-    own = PLANNED[kind](fields)
-    if own.get("norm") == "layer" and not own.get("bias") and "cohere" not in kind:
+    own = PLANNED[kind](completed(fields, kind))
+    if own.get("norm") == "layer" and not own.get("bias") and kind not in _UNBIASED_NORMS:
         out.append("norms have biases; none here")
+    if own.get("qk_norm") and own.get("norm") == "layer":
+        out.append("queries and keys have a layer norm of each head; an RMS norm here, with one weight for all heads")
+    if own.get("position") == "none":
+        out.append("positions by linear biases of the scores (ALiBi), at little cost; none here")
+    if kind == "olmo":
+        out.append("norms have no parameters; here each has d_model")
+    if clip := under_names_of_llama(fields).get("clip_qkv"):
+        out.append(f"clip_qkv={clip}: a clamp of queries, keys and values; none here")
     if kind in ("gpt_neox", "falcon") and fields.get("num_ln_in_parallel_attn", 2) == 2:
         out.append("attention and feed-forward block have a norm each, here one for both")
-    if fields.get("hidden_act") == _SQUARED:
-        out.append(f"hidden_act={_SQUARED}: the square of a ReLU; a ReLU here")
+    if (act := fields.get("hidden_act")) in _NEAREST:
+        out.append(f"hidden_act={act}: {_NEAREST[act][1]}")
     if kind == "smollm3" and 0 in (fields.get("no_rope_layers") or ()):
         out.append("no_rope_layers: some layers do not rotate queries and keys; all do here")
     if kind == "qwen2_moe":
         out.append("the output of the shared experts is weighted by a gate, with d_model parameters a layer; not here")
-    if kind == "phi" or fields.get("lm_head_bias"):
+    if kind in ("phi", "gptj", "codegen") or fields.get("lm_head_bias"):
         out.append("the head has a bias; none here")
     return out

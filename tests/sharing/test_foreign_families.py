@@ -170,7 +170,7 @@ REFUSED: dict[str, tuple[Fields, type[Exception], str]] = {
     "linear": ({"model_type": "qwen3_next"}, GraphError, "'qwen3_next': linear attention"),
     "vision": ({"model_type": "qwen3_vl"}, GraphError, "a vision tower; this library has none; plan its text"),
     "near": ({"model_type": "mixtrall"}, GraphError, "names them); did you mean 'mixtral'?"),
-    "far": ({"model_type": "internlm2"}, GraphError, "if it computes as one of them, give its type in a copy"),
+    "far": ({"model_type": "wholly-unlike"}, GraphError, "if it computes as one of them, give its type in a copy"),
     "images": ({"model_type": "vit"}, GraphError, "classifiers of images are presets, such as 'resnet-50'"),
     "layers": (
         {**MODELS["qwen3-0.6b"][1], "model_type": "olmo3", "layer_types": ["linear_attention"], "sliding_window": 8},

@@ -57,6 +57,112 @@ COUNTED: dict[str, tuple[Fields, int, int]] = {
     "starcoder2": ({}, 109_056, 0),
 }  # fmt: skip
 
+_BERT = {"max_position_embeddings": 514, "type_vocab_size": 1, "hidden_act": "gelu"}
+# model_type: the fields of a published model, its number of parameters as its weights have them (of the last five by
+# hand, from the shapes of their classes), and how many of them are not expressed here.
+PUBLISHED: dict[str, tuple[Fields, int, int]] = {
+    # swiss-ai/Apertus-8B: two numbers of each activation
+    "apertus": ({"hidden_act": "xielu", "hidden_size": 4096, "intermediate_size": 21504, "num_attention_heads": 32,
+                 "num_hidden_layers": 32, "num_key_value_heads": 8, "vocab_size": 131072}, 8_053_338_176, 64),
+    # baichuan-inc/Baichuan2-7B
+    "baichuan": ({"hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096,
+                  "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 125696}, 7_505_973_248, 0),
+    # google-bert/bert-large-uncased, with the head that predicts masked tokens
+    "bert": ({"hidden_act": "gelu", "hidden_size": 1024, "intermediate_size": 4096, "max_position_embeddings": 512,
+              "num_attention_heads": 16, "num_hidden_layers": 24, "type_vocab_size": 2, "vocab_size": 30522},
+             335_174_458, 0),
+    # bigscience/bloom-560m
+    "bloom": ({"n_embed": 1024, "n_layer": 24, "num_attention_heads": 16, "vocab_size": 250880, "seq_length": 2048},
+              559_214_592, 0),
+    # THUDM/chatglm3-6b
+    "chatglm": ({"add_qkv_bias": True, "ffn_hidden_size": 13696, "hidden_size": 4096, "kv_channels": 128,
+                 "multi_query_group_num": 2, "num_attention_heads": 32, "num_layers": 28, "padded_vocab_size": 65024},
+                6_243_584_000, 0),
+    # Salesforce/codegen-350M: the bias of the head
+    "codegen": ({"activation_function": "gelu_new", "n_embd": 1024, "n_head": 16, "n_layer": 20, "n_positions": 2048,
+                 "vocab_size": 51200, "tie_word_embeddings": False}, 356_712_448, 51200),
+    # databricks/dbrx-base
+    "dbrx": ({"attn_config": {"kv_n_heads": 8, "clip_qkv": 8}, "d_model": 6144, "n_heads": 48, "n_layers": 40,
+              "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}, "vocab_size": 100352},
+             131_596_523_520, 0),
+    # deepseek-ai/deepseek-moe-16b-base
+    "deepseek": ({"first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 10944, "n_routed_experts": 64,
+                  "moe_intermediate_size": 1408, "n_shared_experts": 2, "num_experts_per_tok": 6,
+                  "num_attention_heads": 16, "num_hidden_layers": 28, "vocab_size": 102400}, 16_375_728_128, 0),
+    # distilbert/distilbert-base-uncased
+    "distilbert": ({"activation": "gelu", "dim": 768, "hidden_dim": 3072, "n_heads": 12, "n_layers": 6,
+                    "max_position_embeddings": 512, "vocab_size": 30522}, 66_985_530, 0),
+    # LGAI-EXAONE/EXAONE-3.5-7.8B
+    "exaone": ({"activation_function": "silu", "hidden_size": 4096, "intermediate_size": 14336, "num_layers": 32,
+                "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 102400}, 7_818_448_896, 0),
+    # bigcode/starcoder
+    "gpt_bigcode": ({"activation_function": "gelu", "multi_query": True, "n_embd": 6144, "n_head": 48, "n_inner": 24576,
+                     "n_layer": 40, "n_positions": 8192, "vocab_size": 49152}, 15_517_456_384, 0),
+    # EleutherAI/gpt-neo-2.7B
+    "gpt_neo": ({"activation_function": "gelu_new", "attention_types": [[["global", "local"], 16]], "num_layers": 32,
+                 "hidden_size": 2560, "intermediate_size": None, "num_heads": 20, "max_position_embeddings": 2048,
+                 "vocab_size": 50257}, 2_651_307_520, 0),
+    # EleutherAI/gpt-j-6b: the bias of the head
+    "gptj": ({"activation_function": "gelu_new", "n_embd": 4096, "n_head": 16, "n_layer": 28, "n_positions": 2048,
+              "vocab_size": 50400, "tie_word_embeddings": False}, 6_050_882_784, 50400),
+    # internlm/internlm2-20b, internlm3-8b-instruct
+    "internlm2": ({"bias": False, "hidden_size": 6144, "intermediate_size": 16384, "num_attention_heads": 48,
+                   "num_hidden_layers": 48, "num_key_value_heads": 8, "vocab_size": 92544}, 19_861_149_696, 0),
+    "internlm3": ({"bias": False, "qkv_bias": False, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 10240,
+                   "num_attention_heads": 32, "num_hidden_layers": 48, "num_key_value_heads": 2, "vocab_size": 128512},
+                  8_804_241_408, 0),
+    # openbmb/MiniCPM-2B
+    "minicpm": ({"hidden_size": 2304, "intermediate_size": 5760, "num_attention_heads": 36, "num_hidden_layers": 40,
+                 "vocab_size": 122753, "scale_emb": 12}, 2_724_880_896, 0),
+    # MiniMaxAI/MiniMax-M2
+    "minimax_m2": ({"head_dim": 128, "hidden_size": 3072, "intermediate_size": 1536, "num_attention_heads": 48,
+                    "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8, "use_qk_norm": True,
+                    "num_local_experts": 256, "use_routing_bias": True, "vocab_size": 200064}, 228_689_748_992, 0),
+    # mistralai/Ministral-8B-Instruct-2410
+    "ministral": ({"head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
+                   "num_hidden_layers": 36, "num_key_value_heads": 8, "vocab_size": 131072}, 8_019_808_256, 0),
+    # mosaicml/mpt-7b
+    "mpt": ({"d_model": 4096, "expansion_ratio": 4, "max_seq_len": 2048, "n_heads": 32, "n_layers": 32, "no_bias": True,
+             "vocab_size": 50432}, 6_649_286_656, 0),
+    # allenai/OLMo-7B-hf: its norms have no parameters
+    "olmo": ({"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_hidden_layers": 32,
+              "vocab_size": 50304}, 6_888_095_744, -65 * 4096),
+    # facebook/opt-6.7b
+    "opt": ({"activation_function": "relu", "ffn_dim": 16384, "hidden_size": 4096, "max_position_embeddings": 2048,
+             "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 50272}, 6_658_473_984, 0),
+    # Qwen/Qwen-7B
+    "qwen": ({"hidden_size": 4096, "intermediate_size": 22016, "kv_channels": 128, "num_attention_heads": 32,
+              "num_hidden_layers": 32, "vocab_size": 151936}, 7_721_324_544, 0),
+    # FacebookAI/roberta-large, xlm-roberta-base; almanach/camembert-base
+    "roberta": ({**_BERT, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16,
+                 "num_hidden_layers": 24, "vocab_size": 50265}, 355_412_057, 0),
+    "xlm-roberta": ({**_BERT, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12,
+                     "num_hidden_layers": 12, "vocab_size": 250002}, 278_295_186, 0),
+    "camembert": ({**_BERT, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12,
+                   "num_hidden_layers": 12, "vocab_size": 32005}, 110_655_493, 0),
+    # By hand: a small one, tencent/Hunyuan-7B, MiniCPM3-4B, OrionStarAI/Orion-14B (without 81 biases of norms),
+    # adept/persimmon-8b (without biases of the norms of queries and keys).
+    "granitemoeshared": ({**DIMS, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 192},
+                         2 * 128 * 64 + 64 + 4 * (64 * 192 + 4 * 64 + (4 + 2) * 3 * 64 * 96 + 2 * 64), 0),
+    "hunyuan_v1_dense": ({"head_dim": 128, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+                          "num_hidden_layers": 32, "num_key_value_heads": 8, "tie_word_embeddings": True,
+                          "vocab_size": 128167},
+                         128167 * 4096 + 4096 + 32 * (4096 * 10240 + 3 * 4096 * 14336 + 2 * 4096 + 2 * 128), 0),
+    "minicpm3": ({"hidden_size": 2560, "intermediate_size": 6400, "kv_lora_rank": 256, "num_attention_heads": 40,
+                  "num_hidden_layers": 62, "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+                  "vocab_size": 73448},
+                 73448 * 2560 + 2560 + 62 * (
+                     2560 * 768 + 768 + 768 * 40 * 96 + 2560 * 288 + 256 + 256 * 40 * 128 + 40 * 64 * 2560
+                     + 3 * 2560 * 6400 + 2 * 2560), 0),
+    "orion": ({"hidden_size": 5120, "intermediate_size": 15360, "num_attention_heads": 40, "num_hidden_layers": 40,
+               "tie_word_embeddings": False, "vocab_size": 84608},
+              2 * 84608 * 5120 + 40 * (4 * 5120**2 + 3 * 5120 * 15360) + 81 * 2 * 5120, 81 * 5120),
+    "persimmon": ({"hidden_act": "relu2", "hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 64,
+                   "num_hidden_layers": 36, "qk_layernorm": True, "vocab_size": 262144},
+                  2 * 262144 * 4096 + 8192 + 36 * (4 * (4096**2 + 4096) + 2 * 4096 * 16384 + 5 * 4096 + 4 * 4096 + 256),
+                  36 * 2 * 64),
+}  # fmt: skip
+
 
 def saved(folder: Path, kind: str, **more: Any) -> Path:
     file = folder / "config.json"
@@ -66,15 +172,17 @@ def saved(folder: Path, kind: str, **more: Any) -> Path:
 
 @pytest.mark.parametrize("kind", PLANNED)
 def test_parameters_are_those_of_the_classes_of_their_library(tmp_path: Path, kind: str) -> None:
-    fields, count, absent = COUNTED[kind]
-    file = saved(tmp_path, kind, **fields)
+    fields, count, absent = {**COUNTED, **PUBLISHED}[kind]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": kind, **(DIMS if kind in COUNTED else {}), **fields}))
     assert count - read_config(file).parameters == absent
     assert absent == 0 or config_notes(file) or kind == "ernie4_5_moe"
 
 
 def test_a_planned_model_is_lowered_and_estimated(tmp_path: Path) -> None:
-    for kind in ("cohere2", "glm4_moe", "falcon"):
-        config = read_config(saved(tmp_path, kind, **COUNTED[kind][0]))
+    for kind in ("cohere2", "glm4_moe", "falcon", "opt", "bert", "bloom", "gpt_bigcode", "internlm3"):
+        more = COUNTED[kind][0] if kind in COUNTED else {"max_position_embeddings": 64}
+        config = read_config(saved(tmp_path, kind, **more))
         with mtf.Graph():
             step = mtf.models.train_step(config, batch=8, length=16)
             program = mtf.lower(*step, mesh="fsdp:4", layout=mtf.models.layout("fsdp", config, "fsdp:4"))
@@ -89,21 +197,38 @@ def test_notes_name_what_a_file_sets(tmp_path: Path) -> None:
         "hidden_act=relu2: the square of a ReLU; a ReLU here"
     ]
     assert config_notes(saved(tmp_path, "ernie4_5")) == []
+    normed = ["queries and keys have a layer norm of each head; an RMS norm here, with one weight for all heads"]
+    assert config_notes(saved(tmp_path, "cohere", use_qk_norm=True)) == normed
+    assert config_notes(saved(tmp_path, "falcon", alibi=True))[0] == "norms have biases; none here"
+    for kind in ("bloom", "mpt", "baichuan"):  # files of Baichuan 13B have no max_position_embeddings
+        assert config_notes(saved(tmp_path, kind))[0].startswith("positions by linear biases of the scores (ALiBi)")
+    assert config_notes(
+        saved(tmp_path, "dbrx", attn_config={"clip_qkv": 8}, num_local_experts=4, num_experts_per_tok=2)
+    ) == ["clip_qkv=8: a clamp of queries, keys and values; none here"]
+
+
+def test_windows_of_a_family_are_those_of_its_layers(tmp_path: Path) -> None:
+    assert read_config(saved(tmp_path, "cohere2", sliding_window=32)).windows == (32, 32, 32, None)
+    local = {"attention_types": [[["global", "local"], 2]], "window_size": 8, "max_position_embeddings": 64}
+    assert read_config(saved(tmp_path, "gpt_neo", **local)).windows == (None, 8)
 
 
 @pytest.mark.parametrize(
     ("kind", "fields", "reason"),
     [
-        ("falcon", {"alibi": True}, "alibi is True"),
-        ("cohere", {"use_qk_norm": True}, "use_qk_norm is True"),
-        ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True"),
+        ("opt", {"max_position_embeddings": 64, "word_embed_proj_dim": 32}, "embeddings in another width"),
+        (
+            "granitemoeshared",
+            {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64},
+            "width 64 beside experts of 96",
+        ),
         ("ernie4_5_moe", {**COUNTED["ernie4_5_moe"][0], "moe_layer_interval": 2}, "only 1 is supported"),
         (
             "qwen2_moe",
             {**COUNTED["qwen2_moe"][0], "shared_expert_intermediate_size": 48},
             "width 48 beside experts of 32",
         ),
-        ("bloom", {}, "ALiBi"),
+        ("nemotron_h", {}, "state-space"),
     ],
 )
 def test_refusals_name_the_reason(tmp_path: Path, kind: str, fields: Fields, reason: str) -> None:
