@@ -309,7 +309,7 @@ else:
                     getattr(_sys.modules[package], name)
                 except AttributeError as fault:
                     if remedy := str(fault).partition("; ")[2]:
-                        raise ImportError(f"cannot import '{name}' from '{package}'; {remedy}") from None
+                        raise ModuleNotFoundError(f"no module '{module}'; {remedy}") from None
 
     _sys.meta_path.append(_LastFinder)
 
