@@ -46,16 +46,31 @@ SMALL = 1e-20  # avoids a division by zero if all gates underflow
 
 
 @dataclass(frozen=True)
+class SlotOfChoice:
+    """The slot of each choice.
+
+    `slot`: its number among those of all experts, [groups, tokens, choices], and their count for a choice without one;
+    `gate`: the gate of the choice; `slots`: a dim for the slots of all experts.
+    """
+
+    slot: Tensor
+    gate: Tensor
+    slots: Dimension
+
+
+@dataclass(frozen=True)
 class Slots:
     """Expert assignment. Dims: experts (those of the router), groups, slots.
 
     `token`: index of the token in each slot, -1 in empty ones; `gate`: its weight, 0 in empty ones. `sizes`: for slots
     shared by several experts and sorted by expert, the number per expert: [shards, groups, experts of a shard].
+    `chosen`: the slots by choice, where tokens choose.
     """
 
     token: Tensor
     gate: Tensor
     sizes: Tensor | None = None
+    chosen: SlotOfChoice | None = None
 
 
 # ---------------------------------------------------------------- tokens choose experts
@@ -217,7 +232,8 @@ def _slots(
         flat = scatter_add(values, slot, seats, Shape([*groups, seats]), out_of_range="zero")
         return transpose(reshape(flat, [*groups, experts, places]), ordered)
 
-    return Slots(by_slot(numbers_beside(index, tokens) + 1) - 1, by_slot(gate))
+    token = by_slot(numbers_beside(index, tokens) + 1) - 1
+    return Slots(token, by_slot(gate), chosen=SlotOfChoice(slot, gate, seats))
 
 
 def _assign_in_rounds(

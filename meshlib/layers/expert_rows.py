@@ -17,9 +17,10 @@ from meshlib.core.laid_dims import LaidDimension, LaidFloat, LaidInt, Part, Size
 from meshlib.layers.routing import Routing
 from meshlib.ops.contraction.ragged import computed_rows
 from meshlib.ops.control.sources import constant_like
-from meshlib.ops.movement.indexing import gather, scatter_add
 from meshlib.ops.movement.indexing import range as positions
-from meshlib.ops.movement.shape import reshape
+from meshlib.ops.movement.indexing import scatter_add
+from meshlib.ops.movement.inverse_lookup import gather_with_inverse
+from meshlib.ops.movement.shape import broadcast, reshape
 from meshlib.ops.pointwise.arithmetic import add, greater_equal, less, logical_and, where
 from meshlib.ops.pointwise.cumulative import cumsum
 from meshlib.ops.pointwise.reductions import reduce_sum
@@ -241,10 +242,12 @@ def regrouped(x: Tensor, sizes: Tensor, rows: ExpertRows) -> tuple[Tensor, Tenso
     filled = less(row, reduce_sum(of_sender, reduced_dim=members))
     beyond = constant_like(rows.count("regrouped"), sizes, "int32")
     slot = reshape(where(filled, place, beyond, shape), [*lead, sent])
+    with x.graph:
+        numbers = broadcast(positions(sent) + 1, slot.shape)
+    origin = scatter_add(numbers, slot, joined, Shape([*lead, joined]), out_of_range="zero") - 1
     together = reshape(x, [*lead, sent, features])
-    result_shape = Shape([*lead, joined, features])
 
     def apart(y: Tensor) -> Tensor:
-        return reshape(gather(y, slot, joined, name="by_sender", out_of_range="zero"), x.shape)
+        return reshape(gather_with_inverse(y, slot, joined, origin, sent, "by_sender"), x.shape)
 
-    return scatter_add(together, slot, joined, result_shape, "regrouped", out_of_range="zero"), totals, apart
+    return gather_with_inverse(together, origin, sent, slot, joined, "regrouped"), totals, apart

@@ -19,21 +19,18 @@ from meshlib.core.dtypes import BOOL, FLOAT32, FLOAT64
 from meshlib.core.errors import GraphError, ShapeError
 from meshlib.core.graph import Tensor, scope
 from meshlib.layers.expert_assignment import Slots
+from meshlib.layers.expert_moves import Back, by_lookup, by_product
 from meshlib.layers.expert_rows import PLACES, ExpertRows, regrouped, rows_of
-from meshlib.layers.norms import widened
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.layers.projection import Activation, Grouping, feed_forward
 from meshlib.layers.router import decide, real_share
 from meshlib.layers.routing import Routing
 from meshlib.ops.building import as_dim, as_dims, floats, tensor
-from meshlib.ops.contraction.einsum import einsum
-from meshlib.ops.movement.indexing import gather, one_hot, scatter_add
+from meshlib.ops.movement.indexing import scatter_add
 from meshlib.ops.movement.shape import rename_dimension, reshape, transpose
-from meshlib.ops.pointwise.arithmetic import greater_equal, multiply
-from meshlib.ops.pointwise.casts import cast
+from meshlib.ops.pointwise.arithmetic import greater_equal
 from meshlib.ops.pointwise.reductions import reduce_mean, reduce_sum
 
-Back = Callable[[Tensor], Tensor]
 Level = tuple[Dimension, Routing]
 FORMS = ("einsum", "gather", "dense", "grouped")  # two levels have only the first two
 # A product with the one-hot masks of a group takes 2 x tokens flops per element of a slot; a lookup reads and writes
@@ -246,7 +243,7 @@ def _route(
     if rows is not None:
         slots, grouping = _sorted_by_expert(slots, inside, rows)
         sorted_tokens = rows.grouped(grouped, 1)
-        dispatched, back = _by_lookup(sorted_tokens, sorted_tokens.shape[-2], slots)
+        dispatched, back = by_lookup(sorted_tokens, sorted_tokens.shape[-2], slots)
     elif form == "dense":
         dispatched, gates = grouped, inside.enter(_gates(slots, tokens), "gates")
     else:
@@ -386,29 +383,6 @@ def _gates(slots: Slots, tokens: Dimension) -> Tensor:
     return scatter_add(slots.gate, slots.token, tokens, shape, out_of_range="zero")
 
 
-def _by_product(x: Tensor, tokens: Dimension, slots: Slots) -> tuple[Tensor, Back]:
-    """Dispatch and combine by products with one-hot masks of the tokens in all slots."""
-    ordered = [*slots.token.shape, x.shape[-1]]
-    mask = one_hot(slots.token, tokens, dtype=x.dtype, out_of_range="zero")
-
-    def back(y: Tensor) -> Tensor:
-        weighed = multiply(mask, cast(slots.gate, x.dtype), mask.shape)
-        return einsum([weighed, y], output_shape=x.shape, name="combine")
-
-    return einsum([mask, x], output_shape=ordered, name="dispatch"), back
-
-
-def _by_lookup(x: Tensor, tokens: Dimension, slots: Slots) -> tuple[Tensor, Back]:
-    """Dispatch by a lookup of the token in each slot; combine by its transpose."""
-
-    def back(y: Tensor) -> Tensor:
-        weighed = multiply(widened(y), cast(slots.gate, widened(y).dtype), y.shape)
-        token_sums = scatter_add(weighed, slots.token, tokens, x.shape, "combine", out_of_range="zero")
-        return cast(token_sums, x.dtype)
-
-    return gather(x, slots.token, tokens, name="dispatch", out_of_range="zero"), back
-
-
 def _sorted_by_expert(slots: Slots, inside: _Names, rows: ExpertRows) -> tuple[Slots, Grouping]:
     """Slots shared by the experts of a shard, and their numbers; without the shard dim if there is always one."""
     sizes = slots.sizes
@@ -419,10 +393,7 @@ def _sorted_by_expert(slots: Slots, inside: _Names, rows: ExpertRows) -> tuple[S
         return slots, Grouping(dim, inside.enter(sizes, "sizes"), rows.share, tokens, members, parts=True)
     token, gate = (reshape(t, t.shape.dims[1:]) for t in (slots.token, slots.gate))
     whole = reshape(sizes, [*sizes.shape.dims[1:-1], inside.experts])
-    return Slots(token, gate), Grouping(dim, whole, rows.share, tokens, members)
+    return replace(slots, token=token, gate=gate), Grouping(dim, whole, rows.share, tokens, members)
 
 
-_MOVES: dict[str, Callable[[Tensor, Dimension, Slots], tuple[Tensor, Back]]] = {
-    "einsum": _by_product,
-    "gather": _by_lookup,
-}
+_MOVES = {"einsum": by_product, "gather": by_lookup}
