@@ -18,7 +18,7 @@ from meshlib.core.shown import Brief
 # Modes of hiding collectives behind computation; the rules are in `meshlib.estimation.time.scheduling`.
 OVERLAPS = ("none", "independent", "collective matmul")
 PARTITIONERS = ("explicit", "gspmd")
-ROW_SUMS = ("scatter", "scatter 2025", "gather")
+ROW_SUMS = ("scatter", "scatter 2025")
 # Collectives that a SparseCore can run: those with a compiler flag of their own.
 OFFLOADED = ("all_gather", "reduce_scatter", "all_reduce")
 _FLAGS = ("stationary_weights", "unrolled_loops", "whole_torus_axes", "slice_jitter", "bias_lookups")
@@ -53,8 +53,7 @@ class Compiler(Brief):
         MaxText writes them: an instruction of the core for each 128 elements of a row. Otherwise both are grouped
         products with ones, as `mtf.layers.moe` writes them.
       row_sums: how rows are added up at positions, as in the gradient of a lookup: "scatter" sorts them and adds them
-        on one core, "scatter 2025" as compilers did until 2025, which took three times as long; "gather" looks them up
-        in the inverse order, as MaxText does under `use_custom_sort_vjp`.
+        on one core, "scatter 2025" as compilers did until 2025, which took three times as long.
       sparse_core_collectives: kinds of collectives offloaded to SparseCores on chips that have them, of "all_gather",
         "reduce_scatter" and "all_reduce": the TensorCore loses no time to these. Chips without SparseCores run them
         on the TensorCore.

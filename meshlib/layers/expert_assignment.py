@@ -49,8 +49,9 @@ SMALL = 1e-20  # avoids a division by zero if all gates underflow
 class SlotOfChoice:
     """The slot of each choice.
 
-    `slot`: its number among those of all experts, [groups, tokens, choices], and their count for a choice without one;
-    `gate`: the gate of the choice; `slots`: a dim for the slots of all experts.
+    `slot`: its number among those of all experts, [groups, choices, tokens], and their count for a choice without one;
+    `gate`: the gate of the choice, alike; `slots`: a dim for the slots of all experts. Choices come before tokens, so
+    that a sum over the rows of each token adds whole tiles.
     """
 
     slot: Tensor
@@ -233,7 +234,9 @@ def _slots(
         return transpose(reshape(flat, [*groups, experts, places]), ordered)
 
     token = by_slot(numbers_beside(index, tokens) + 1) - 1
-    return Slots(token, by_slot(gate), chosen=SlotOfChoice(slot, gate, seats))
+    by_choice = [*groups, index.shape.dim("choices"), tokens]
+    chosen = SlotOfChoice(transpose(slot, by_choice), transpose(gate, by_choice), seats)
+    return Slots(token, by_slot(gate), chosen=chosen)
 
 
 def _assign_in_rounds(

@@ -24,7 +24,7 @@ from meshlib.ops.pointwise.reductions import reduce_sum
 Back = Callable[[Tensor], Tensor]
 
 
-def by_product(x: Tensor, tokens: Dimension, slots: Slots) -> tuple[Tensor, Back]:
+def by_product(x: Tensor, tokens: Dimension, slots: Slots, row_sums: str) -> tuple[Tensor, Back]:
     """Dispatch and combine by products with one-hot masks of the tokens in all slots."""
     ordered = [*slots.token.shape, x.shape[-1]]
     mask = one_hot(slots.token, tokens, dtype=x.dtype, out_of_range="zero")
@@ -36,26 +36,28 @@ def by_product(x: Tensor, tokens: Dimension, slots: Slots) -> tuple[Tensor, Back
     return einsum([mask, x], output_shape=ordered, name="dispatch"), back
 
 
-def by_lookup(x: Tensor, tokens: Dimension, slots: Slots) -> tuple[Tensor, Back]:
+def by_lookup(x: Tensor, tokens: Dimension, slots: Slots, row_sums: str) -> tuple[Tensor, Back]:
     """Dispatch by a lookup of the token in each slot; combine by a lookup of the slot of each choice.
 
-    Tokens do not know the experts that choose them: their sums are scatter-adds.
+    Tokens do not know the experts that choose them: these sums are scatter-adds.
     """
     chosen = slots.chosen
-    if chosen is None:
+    if chosen is not None and row_sums == "gather":
+        dispatched = gather_with_inverse(x, slots.token, tokens, chosen.slot, chosen.slots, "dispatch")
+    else:
+        dispatched = gather(x, slots.token, tokens, name="dispatch", out_of_range="zero")
 
-        def added(y: Tensor) -> Tensor:
-            weighed = multiply(widened(y), cast(slots.gate, widened(y).dtype), y.shape)
-            token_sums = scatter_add(weighed, slots.token, tokens, x.shape, "combine", out_of_range="zero")
-            return cast(token_sums, x.dtype)
+    def back(y: Tensor) -> Tensor:
+        if chosen is not None:
+            return _combined(y, x.shape, tokens, slots, chosen, row_sums)
+        weighed = multiply(widened(y), cast(slots.gate, widened(y).dtype), y.shape)
+        token_sums = scatter_add(weighed, slots.token, tokens, x.shape, "combine", out_of_range="zero")
+        return cast(token_sums, x.dtype)
 
-        return gather(x, slots.token, tokens, name="dispatch", out_of_range="zero"), added
-
-    dispatched = gather_with_inverse(x, slots.token, tokens, chosen.slot, chosen.slots, "dispatch")
-    return dispatched, lambda y: _combined(y, x.shape, tokens, slots, chosen)
+    return dispatched, back
 
 
-def _combined(y: Tensor, shape: Shape, tokens: Dimension, slots: Slots, chosen: SlotOfChoice) -> Tensor:
+def _combined(y: Tensor, shape: Shape, tokens: Dimension, slots: Slots, chosen: SlotOfChoice, row_sums: str) -> Tensor:
     """The sum over the choices of each token of gate x the row of `y` in the slot."""
     places = tuple(slots.token.shape)
 
@@ -72,4 +74,6 @@ def _combined(y: Tensor, shape: Shape, tokens: Dimension, slots: Slots, chosen: 
         of_gates = reduce_sum(multiply(rows, widened(y), y.shape), output_shape=gate.shape)
         return [cast(of_rows, y.dtype), cast(gather_places(of_gates, places, slot, chosen.slots), gate.dtype)]
 
+    if row_sums == "scatter":
+        return summed(y, chosen.gate)[0][0]
     return gradient_of_residuals(summed, gradient, [y, chosen.gate])[0]

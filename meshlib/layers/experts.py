@@ -243,11 +243,11 @@ def _route(
     if rows is not None:
         slots, grouping = _sorted_by_expert(slots, inside, rows)
         sorted_tokens = rows.grouped(grouped, 1)
-        dispatched, back = by_lookup(sorted_tokens, sorted_tokens.shape[-2], slots)
+        dispatched, back = by_lookup(sorted_tokens, sorted_tokens.shape[-2], slots, routing.row_sums)
     elif form == "dense":
         dispatched, gates = grouped, inside.enter(_gates(slots, tokens), "gates")
     else:
-        dispatched, back = _MOVES[form](grouped, tokens, slots)
+        dispatched, back = _MOVES[form](grouped, tokens, slots, routing.row_sums)
     crosses = grouping is None or grouping.parts  # rows of all experts stay with their tokens
     dispatched = inside.enter(dispatched, "dispatched") if crosses else dispatched
     dropped, load, loss, balance, z = (

@@ -11,6 +11,7 @@ from meshlib.core.shown import Brief
 
 GATINGS = ("top_k", "top_2", "switch", "ntlb", "expert_choice")
 POLICIES = ("all", "none", "threshold", "random")
+ROW_SUMS = ("gather", "scatter")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -40,6 +41,9 @@ class Routing(Brief):
         shards of the experts; None: to those into which the layout splits the experts. A shard has capacity for
         `shard_factor` times the mean number of choices from a group; choices beyond it count as dropped. None: the
         worst case, min(choices, experts of a shard) per token.
+      row_sums: how the rows of a token's choices are added up where tokens are looked up: "gather" looks up the slot of
+        each choice; "scatter" leaves gradients of lookups to differentiation, which adds rows at positions, as MaxText
+        without `use_custom_sort_vjp`. Both have the same result; TPUs take several times as long to add rows.
     Training:
       jitter: inputs of the router are multiplied by random numbers in [1 - jitter, 1 + jitter].
       loss_coef: coefficient of the balance loss. z_loss: coefficient of the squared logsumexp of the scores.
@@ -73,6 +77,7 @@ class Routing(Brief):
     group_size: int | None = None
     expert_shards: int | None = None
     shard_factor: float | None = None
+    row_sums: str = "gather"
     jitter: float = 0.0
     loss_coef: float = 0.01
     z_loss: float = 0.0
@@ -85,6 +90,7 @@ class Routing(Brief):
         choice(self.gating, what, "gating", GATINGS)
         choice(self.scores, what, "scores", ("softmax", "sigmoid"))
         choice(self.group_score, what, "group_score", ("max", "top_2"))
+        choice(self.row_sums, what, "row_sums", ROW_SUMS)
         choice(self.second_policy, what, "second_policy", POLICIES)
         for f in fields(self):
             value, (kind, _, optional) = getattr(self, f.name), str(f.type).partition(" | ")

@@ -9,6 +9,7 @@ from typing import Any
 from meshlib.layers import Routing
 from meshlib.models import Experts, LatentAttention
 from meshlib.validation.policies import NotExpressed
+from meshlib.validation.recipes import row_sums
 
 Row = Mapping[str, Any]
 
@@ -44,10 +45,8 @@ def experts_of(row: Row, model: Mapping[str, Any]) -> tuple[Experts | None, tupl
     stated = re.search(r"capacity[ _]factor\W*([\d.]*\d)", notes)
     masks = bool(re.search(r"dense dispatch|dispatch einsum|sparse_matmul (?:off|false)", notes))
     choices = int(model["top_k"])
-    if stated:
-        routing = Routing(top_k=choices, capacity_factor=float(stated[1]), min_expert_capacity=1)
-    else:
-        routing = Routing(top_k=choices, capacity_factor=None)
+    factor = float(stated[1]) if stated else None
+    routing = Routing(top_k=choices, capacity_factor=factor, min_expert_capacity=1, row_sums=row_sums(row))
     experts = Experts(
         count=int(model["experts"]),
         d_ff=int(model["moe_ff"]),

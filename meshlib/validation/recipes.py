@@ -80,12 +80,12 @@ def loss_blocks(row: Row) -> tuple[int, tuple[str, ...]]:
 
 
 def row_sums(row: Row) -> str:
-    """`Compiler.row_sums` of the recipe of a row, or "" where it sets none.
+    """`Routing.row_sums` of the recipe of a row.
 
     >>> row_sums({"source": {"file": "training/v5p/Mixtral-8X7B-Maxtext"}}), row_sums({"source": "a talk"})
-    ('scatter 2025', '')
+    ('scatter', 'gather')
     """
-    return "scatter 2025" if re.search(_SORTED_BY_JAX, _file(row)) else ""
+    return "scatter" if re.search(_SORTED_BY_JAX, _file(row)) else "gather"
 
 
 def _file(row: Row) -> str:

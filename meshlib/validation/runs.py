@@ -24,7 +24,7 @@ from meshlib.validation.experts import experts_of, with_experts
 from meshlib.validation.machine import axes_of, slice_of
 from meshlib.validation.measured import flops_per_token, local_layers, measured, parameters
 from meshlib.validation.policies import NOTHING_TWICE, NotExpressed, Policy, lightest, policy_in, policy_of
-from meshlib.validation.recipes import loss_blocks, row_sums, with_kernels
+from meshlib.validation.recipes import loss_blocks, with_kernels
 from meshlib.validation.submissions import UNKNOWN, Submission, submission_of
 
 FILE = Path(__file__).with_name("published_results.json")
@@ -57,7 +57,6 @@ class Run:
       measured_seconds: measured time of both.
       experts: the mixtures of experts, or None.
       loss_blocks: parts of each sequence whose logits and loss are computed one after the other.
-      summed: how its recipe adds up rows, where it says (`recipes.row_sums`).
       submission: facts about its software from outside the row.
       apart: why the row does not measure the model, or ""; assumed: assumptions on what the row left open.
     """
@@ -81,7 +80,6 @@ class Run:
     measured_seconds: float
     experts: Experts | None = None
     loss_blocks: int = 1
-    summed: str = ""
     submission: Submission = UNKNOWN
     apart: str = ""
     assumed: tuple[str, ...] = ()
@@ -109,9 +107,8 @@ class Run:
 
     @property
     def row_sums(self) -> str:
-        """`Compiler.row_sums` of the run: MaxText's tokens sorted by expert are summed in the inverse order."""
-        grouped = self.experts is not None and self.experts.form == "grouped"
-        return self.summed or ("gather" if self.family.startswith("maxtext") and grouped else "scatter")
+        """`Compiler.row_sums` of the run."""
+        return "scatter 2025" if self.experts is not None and self.experts.routing.row_sums == "scatter" else "scatter"
 
     @property
     def locals(self) -> int:
@@ -200,7 +197,7 @@ def run_of(row: Row) -> Run:
     )
     experts, routed = experts_of(row, model)
     blocks, in_parts = loss_blocks(row)
-    run = replace(run, experts=experts, loss_blocks=blocks, summed=row_sums(row))
+    run = replace(run, experts=experts, loss_blocks=blocks)
     padded = _padded(run)
     policy, why = _policy(row, run)
     counted = (*counted, *submission.facts)
@@ -367,7 +364,7 @@ def _software(run: Run) -> tuple[str, ...]:
     noise = ("cotangents rounded at random to int8, as AQT does",) if run.noisy else ()
     narrow = run.axis("shard") > 1 and run.precision != "float32" and not run.submission.wide_gradients
     biases = ("biases of experts looked up row by row",) if run.looks_up_biases else ()
-    sums = ("gradients of sorted tokens added row by row, by a compiler of 2025",) if run.summed else ()
+    sums = ("gradients of sorted tokens added row by row, by a compiler of 2025",) if run.row_sums != "scatter" else ()
     gathered = ("sharded weights gathered in bfloat16 (not verified)",) if narrow else ()
     return (*noise, *biases, *sums, *gathered)
 

@@ -79,13 +79,11 @@ def test_cycles_of_an_added_row(chip: str) -> None:
 def test_compilers_of_2025_added_rows_more_slowly() -> None:
     for width, bundles in ADDED_2025.items():
         assert RowSums(65536, width, 65536, True).cycles(CHIPS["v5p"]) / 65536 == pytest.approx(bundles, rel=0.1)
-    now, old, lookups = (
+    now, old = (
         core_cycles(added(4096, "v5p", replace(mtf.XLA_TPU, row_sums=way)), "v5p")
-        for way in ("scatter", "scatter 2025", "gather")
+        for way in ("scatter", "scatter 2025")
     )
     assert old > 3 * now
-    assert lookups == pytest.approx(65536 * 41, rel=0.1)
-    assert lookups < now / 3
 
 
 def test_rows_are_taken_once_for_each_block_of_destinations() -> None:

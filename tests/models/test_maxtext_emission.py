@@ -87,6 +87,7 @@ SMALL = PRESETS["mixtral-8x7b"].replace(layers=2, d_model=256, d_ff=512, heads=8
 FORMS: dict[str, tuple[str | None, Routing, list[str]]] = {
     "sorted": ("grouped", Routing(capacity_factor=None), []),
     "sorted, limited": ("grouped", Routing(capacity_factor=None, shard_factor=1.5), ["ragged_buffer_factor=1.5"]),
+    "rows added": ("grouped", Routing(capacity_factor=None, row_sums="scatter"), ["use_custom_sort_vjp=false"]),
     "masks": ("einsum", Routing(capacity_factor=1.25), ["capacity_factor=1.25", "sparse_matmul=false"]),
     "short": (None, Routing(capacity_factor=2.0), ["capacity_factor=2.0", "sparse_matmul=false"]),
     "all tokens": ("dense", Routing(capacity_factor=None), ["sparse_matmul=false"]),

@@ -38,7 +38,7 @@ def row_sums(run: Run) -> str:
     """MaxText's `use_custom_sort_vjp`, which recipes of Mixtral and Llama 4 did not set."""
     if run.experts is None or run.experts.form != "grouped":
         return "scatter"
-    return "scatter 2025" if run.chip == "v5p" and "deepseek" not in run.model["name"] else "gather"
+    return "scatter 2025" if run.chip == "v5p" and "deepseek" not in run.model["name"] else "scatter"
 
 
 def stated(run: Run) -> mtf.Compiler:

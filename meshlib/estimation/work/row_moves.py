@@ -98,7 +98,7 @@ def row_moves_of(members: Sequence[Instruction], compiler: Compiler) -> RowMoves
             width = prod(d.size for d in i.outputs[0].local_shape if d.name not in outer)
         if width < LANES:
             continue
-        if i.operation.opdef.reads_part or compiler.row_sums == "gather":
+        if i.operation.opdef.reads_part:
             gathered += rows * (START_CYCLES + -(-width // LANES))
         else:
             sums.append(RowSums(rows, width, i.outputs[0].local_size // width, compiler.row_sums == "scatter 2025"))

@@ -16,6 +16,7 @@ from meshlib.ops.movement.indexing import index_count
 Names = tuple[str, ...]
 LANES = 128
 MOST_BLOCKS = 64  # of a cache, each written by a kernel of its own
+MOST_SELECTED, FEW_INDICES = 2048, 16  # numbers to choose from; indices of each run of numbers
 LARGEST = 2.0**127  # a power of two that bfloat16 has
 
 
@@ -53,7 +54,7 @@ def _gather(part: RowContext, weights: Array, indices: Array) -> Array:
     local = indices - part.offsets[dim]
     hit = (local >= 0) & (local < weights.shape[axis])
     chosen = jnp.where(hit, local, 0)
-    if part.context.platform == "tpu" and {*w_names} <= {*i_names, dim}:  # one number per row
+    if part.context.platform == "tpu" and {*w_names} <= {*i_names, dim} and _fuses(weights, chosen, axis):
         looked_up = _selected(weights, chosen, part.names, dim, out)
     else:  # whole rows; one table per index of the dims that both operands have
         shared, rest = ([n for n in w_names if n != dim and (n in i_names) == both] for both in (True, False))
@@ -67,6 +68,15 @@ def _gather(part: RowContext, weights: Array, indices: Array) -> Array:
         looked_up = aligned(looked_up, (*i_names, *rest), out)
     y = jnp.where(aligned(hit, i_names, out), looked_up, jnp.zeros((), looked_up.dtype))
     return _poison(y, None if wrong is None else aligned(wrong, i_names, out))
+
+
+def _fuses(weights: Array, chosen: Array, axis: int) -> bool:
+    """Whether numbers are better selected than gathered: from few, or for few indices of each run of numbers.
+
+    A gather of v5p takes 8 bundles for a number, which has to be in memory, a selection 4 for 1,024 to choose from.
+    """
+    size = weights.shape[axis]
+    return bool(size <= MOST_SELECTED or chosen.size * size <= FEW_INDICES * weights.size)
 
 
 def _selected(weights: Array, chosen: Array, names: Sequence[Names], dim: str, out: Names) -> Array:

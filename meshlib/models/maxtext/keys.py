@@ -165,6 +165,7 @@ READ: Mapping[str, Any] = MappingProxyType(
         "q_lora_rank": 0, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
         # experts
         "num_experts": 1, "num_experts_per_tok": 1, "base_moe_mlp_dim": -1, "sparse_matmul": True, "megablox": True,
+        "use_custom_sort_vjp": True,
         "capacity_factor": -1.0, "ragged_buffer_factor": -1.0, "load_balance_loss_weight": 0.0, "norm_topk_prob": False,
         "first_num_dense_layers": 0, "shared_experts": 0, "routed_scaling_factor": 1.0, "routed_score_func": "",
         "routed_bias": False, "n_routing_groups": -1, "topk_routing_group": -1, "interleave_moe_layer_step": 1,
@@ -257,7 +258,7 @@ EFFECTS: tuple[Effect, ...] = (
             **_same("use_batch_split_schedule moe_fsdp_use_two_stage_all_gather use_random_routing", False),
             **_same("ragged_gather_fallback ragged_gather_reduce_fallback prefuse_moe_weights", False),
             **{"num_moe_token_chunks": 1, "num_moe_emb_chunks": 0},
-            **{"batch_split_factor": 1, "use_custom_sort_vjp": True, "padded_base_moe_mlp_dim": None},
+            **{"batch_split_factor": 1, "padded_base_moe_mlp_dim": None},
             **{"fuse_expert_scales": False, "ragged_sort_use_single_sparsecore": False},
         },
         "num_experts",

@@ -322,6 +322,7 @@ def _experts(
         capacity_factor=factor if factor > 0 else None,
         min_expert_capacity=1,
         shard_factor=room if sparse and room > 0 else None,
+        row_sums="gather" if s.flag("use_custom_sort_vjp") else "scatter",
         loss_coef=s.number("load_balance_loss_weight"),
     )
     interval = s.size("interleave_moe_layer_step")

@@ -121,6 +121,7 @@ def _block_keys(c: TransformerConfig, block: str) -> Keys:
             "topk_routing_group": r.groups_per_token if r.expert_groups > 1 else -1,
             "load_balance_loss_weight": r.loss_coef, "capacity_factor": r.capacity_factor or -1.0,
             "sparse_matmul": e.form == "grouped", "ragged_buffer_factor": r.shard_factor or -1.0,
+            "use_custom_sort_vjp": r.row_sums == "gather",
         }  # fmt: skip
     return keys
 

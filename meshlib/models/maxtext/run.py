@@ -266,7 +266,7 @@ class MaxTextRun:
         """The compiler record, with the random bits that its quantisation reads, and what it does for sorted tokens."""
         noise = noise_bytes(self.settings) or compiler.rounding_noise_bytes
         if sorts_tokens(self.config):
-            compiler = replace(compiler, row_sums="gather", bias_lookups=self.config.bias or compiler.bias_lookups)
+            compiler = replace(compiler, bias_lookups=self.config.bias or compiler.bias_lookups)
         return replace(compiler, rounding_noise_bytes=noise)
 
     def program(self, slice: str | Slice, compiler: Compiler = XLA_TPU) -> Program:
