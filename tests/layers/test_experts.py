@@ -131,6 +131,10 @@ GROUPED = {
     if routing.gating not in ("ntlb", "expert_choice") and experts % shards == 0
 }
 CASES |= GROUPED
+CASES["top 2, rows added"] = GROUPED["top 2, rows added"] = (
+    *CASES["top 2, 2 shards"][:2],
+    replace(CASES["top 2, 2 shards"][2], row_sums="scatter"),
+)
 
 # And the others in a deep run: routing is the same.
 BY_MASKS = ("top 2", "gated, shared", "expert choice")
@@ -398,6 +402,21 @@ def test_the_form_goes_by_the_tokens_of_a_group() -> None:
             mtf.layers.moe(mtf.input("x", [D("batch", 1), D("length", tokens), WIDE]), D("e", 4), FF)
         kinds = {op.opdef.name for op in graph.operations if op.name.rpartition("/")[2] == "dispatch"}
         assert kinds == {form}
+
+
+@pytest.mark.parametrize("form", ["gather", "grouped"])
+def test_rows_are_added_at_positions_where_experts_choose_or_the_routing_says_so(form: str) -> None:
+    """Else sums over a token's choices look rows up, forward and backward."""
+    capacity = None if form == "grouped" else 1.25
+    for arguments, count in (({}, 0), ({"row_sums": "scatter"}, 2), ({"gating": "expert_choice"}, 2)):
+        if form == "grouped" and "gating" in arguments:
+            continue
+        with mtf.Graph() as graph:
+            x = mtf.variable("x", [D("batch", 2), D("length", 8), WIDE])
+            y = mtf.layers.moe(x, D("e", 4), FF, Routing(capacity_factor=capacity, **arguments), form=form)
+            gradients(graph, mtf.reduce_sum(y.values))
+        adds = [op for op in graph.operations if op.opdef.name == "scatter_add" and WIDE in op.output.shape]
+        assert len(adds) == count, arguments
 
 
 def test_nothing_moves_where_experts_have_room_for_all() -> None:
