@@ -117,7 +117,8 @@ def _over(function: Callable[..., Any]) -> Callable[..., Array]:
 
 @row("reduce_sum")
 def _reduce_sum(part: RowContext, x: Array) -> Array:
-    """Few blocks of whole tiles are added one by one, whose cycles, as libtpu states them, are a fifth to a seventh of a reduction's."""
+    """Few blocks of whole tiles are added one by one: by the cycles that libtpu states, in a fifth to a seventh of the
+    time of a reduction."""
     (names,), out = part.names, part.out.shape.names
     axes = tuple(a for a, n in enumerate(names) if n not in out)
     terms = prod(x.shape[a] for a in axes)
