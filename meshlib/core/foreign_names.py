@@ -299,6 +299,7 @@ OF_ARGUMENTS = {
     "axis": "dims go by name: reduced_dim=, output_shape= or dim=",
     "dims": "dims go by name: reduced_dim=, output_shape= or dim=",
     "is_training": "give dropout=0, the default, in evaluation",
+    **dict.fromkeys(("dims_idx_start", "dims_idx_end"), "dims go by name: batch_norm(x, dims), all but the channels"),
     "keepdims": "reduced dims broadcast back by name, without dims of size 1",
     "mesh": "operations know no mesh: mtf.lower(y, mesh=..., layout=...)",
     "momentum": "write decay=, of the moving averages",

@@ -10,6 +10,7 @@ from meshlib.core.arguments import at, flag, items, whole
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Tensor, find_dim, scope
 from meshlib.core.names import free_name
+from meshlib.core.text import counted
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.layers.projection import projection
 from meshlib.ops.building import as_dim, as_dims, floats
@@ -162,7 +163,7 @@ def _each(value: object, places: Sequence[Dimension], what: str, argument: str) 
     given = [value] * len(places) if isinstance(value, int) else items(value, what, argument)
     numbers = [whole(n, what, f"each of {argument}") for n in given]
     if len(numbers) != len(places) or min(numbers) < 1:
-        raise ShapeError(f"{at(what)}: {argument} must be {len(places)} positive numbers, got {value!r:.80}")
+        raise ShapeError(f"{at(what)}: {argument} must be {counted(len(places), 'positive number')}, got {value!r:.80}")
     return numbers
 
 
