@@ -114,6 +114,8 @@ class Parser(argparse.ArgumentParser):
         hint = nearest(name.lstrip("-"), alike).replace("'", "'--", 1)
         others = [command for command, parser in self.siblings.items() if name[2:] in parser._options]
         hint = hint or (f"; meshlib {', '.join(others)} take{'s' * (len(others) == 1)} it" if others else "")
+        if not hint and (answer := COMMAND_FOR.get(name[2:])) in self.siblings:
+            hint = f"; meshlib {answer} answers: {self.siblings[answer].description}"
         return f"no option {name}{hint}"
 
     @property

@@ -13,10 +13,10 @@ STEP_SETTINGS = (
 TARGETS = ("maxtext", "flax", "haliax", "specs", "python")  # targets of --emit
 # Words that are tried as commands -> the command that answers them.
 WORDS = {
-    "plan": "budget cost costs fit fits mfu money predict price prices run simulate size speed throughput train",
+    "plan": "cost costs fit fits mfu money predict price prices run simulate size speed throughput train",
     "search": "auto auto_mtf best find layout layouts mesh optimise optimize",
     "report": "dashboard draw html page plot visualise visualize view",
-    "init": "assert ci guard regression test",
+    "init": "assert budget ci guard regression test",
     "serve": "decode generate infer inference latency sample serving",
     "explain": "collectives comm communication hlo lower show",
     "estimate": "memory operations ops time timing",

@@ -46,6 +46,10 @@ MISTAKES = {
     "a slice misspelt": ("plan gpt2 --slice v5-256", "unknown chip 'v5'; known chips are"),
     "a slice of a wrong size": ("plan gpt2 --slice v5e-7", "v5e-7"),
     "a figure as a command": ("cost gpt2 --slice v5e-8", "no command 'cost'; meshlib plan answers: does it fit"),
+    "a budget as an option": (
+        "plan gpt2 --slice v5e-8 --budget 100",
+        "meshlib init answers: write a test for CI: the plan",
+    ),
     "a command that is a list": ("chips", "meshlib slices answers: which slices there are"),
     "no slice": ("serve gpt2", "required: --slice"),
     "a chip misspelt": ("slices v5x", "no chip 'v5x'; did you mean"),
