@@ -102,6 +102,8 @@ class Parser(argparse.ArgumentParser):
             if configuration:
                 return f"{first!r} is not KEY=VALUE, such as per_device_batch_size=2"
             takes = ", ".join(name.upper() for name in self._positional) or "options alone"
+            if re.match(r"(\d+\*)?v\d+\w*-", first) and "slice" in self._options:
+                return f"unexpected argument {first!r}; several slices are joined by commas: --slice v5e-64,{first}"
             return f"unexpected argument {first!r}; {self.prog} takes {takes}; text with blanks needs quotes"
         name = first.partition("=")[0]
         later = {option for command in self.commands.values() for option in command._options}
@@ -110,8 +112,8 @@ class Parser(argparse.ArgumentParser):
         field = name[2:].replace("-", "_")
         if "set" in self._options and _is_setting(field):
             return f"no option {name}; write --set {field}=..."
-        alike = [option for option in [*self._options, *later] if option[:1] == name[2:3]]
-        hint = nearest(name.lstrip("-"), alike).replace("'", "'--", 1)
+        alike = [option for option in [*self._options, *later] if option[:1] == name[2:3].lower()]
+        hint = nearest(name.lstrip("-").lower(), alike).replace("'", "'--", 1)
         others = [command for command, parser in self.siblings.items() if name[2:] in parser._options]
         hint = hint or (f"; meshlib {', '.join(others)} take{'s' * (len(others) == 1)} it" if others else "")
         if not hint and (answer := COMMAND_FOR.get(name[2:])) in self.siblings:
@@ -131,7 +133,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line and the usage, and exit."""
         for action in self._actions:
-            if message.endswith("expected one argument") and f"argument {'/'.join(action.option_strings)}:" in message:
+            ends = ("expected one argument", "without a unit")
+            if message.endswith(ends) and f"argument {'/'.join(action.option_strings)}:" in message:
                 message += f": {(action.help or '') % vars(action)}"
         message = re.sub(
             r"argument (\S+): ignored explicit argument (.*)", r"\1 takes no value, got \2: write \1", message

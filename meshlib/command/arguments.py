@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, TypeVar
@@ -332,6 +333,13 @@ def _number(text: str, kind: type[Number]) -> Number:
         value = kind(0)
     if not 0 < value < float("inf"):
         what = "a whole number of at least 1" if kind is int else "a positive number"
-        hint = "; write 20, 1e9 or 1B" if kind is float else "" if text.lstrip("-").isdecimal() else "; write 8 or 8192"
-        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}{hint}")
+        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}{_remedy(text, kind)}")
     return value
+
+
+def _remedy(text: str, kind: type[Number]) -> str:
+    """What to write in place of a text that is no positive number."""
+    if kind is int:
+        return "" if text.lstrip("-").isdecimal() else "; write 8 or 8192"
+    number = re.match(r"[\d.]+(?=(ms|s|sec|m|min|h)$)", text)
+    return f"; write {number[0]}, without a unit" if number else "; write 20, 1e9 or 1B"

@@ -155,6 +155,7 @@ def verified(args: argparse.Namespace) -> int:
 
 def traced(args: argparse.Namespace) -> int:
     """`meshlib trace`: the schedule as a file."""
+    writable(args.out.removesuffix(".gz"), ".json")
     file = writable(args.out)
     (est, *others) = _estimates(args)
     if others:

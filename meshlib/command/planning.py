@@ -89,6 +89,7 @@ def plan(args: argparse.Namespace) -> int:
 def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[PlannedLayout], Found | None]:
     """The subject, its plans (best first), and the search, if there was one."""
     asked = WholeRunOptions.of(args)
+    _refuse_lonely(args)
     if is_maxtext(args):
         from meshlib.command.configured import configured
 
@@ -111,14 +112,19 @@ def planned_of(args: argparse.Namespace, where: Slice) -> tuple[Subject, list[Pl
     return subject, plans, None
 
 
-def _refuse_effort(args: argparse.Namespace) -> None:
-    """Raise GraphError for options of a search on a plan without one."""
+def _refuse_lonely(args: argparse.Namespace) -> None:
+    """Raise GraphError for options that need another one, or exclude it."""
     once = getattr(args, "given_once", ())
     if getattr(args, "emit", None) and args.json:
         raise GraphError("--emit prints a plan in another form; leave out --json")
     for name, other in (("rank", "emit"), ("backend", "compile")):
         if name in once and not getattr(args, other, None):
             raise GraphError(f"--{name} goes with --{other}")
+
+
+def _refuse_effort(args: argparse.Namespace) -> None:
+    """Raise GraphError for options of a search on a plan without one."""
+    once = getattr(args, "given_once", ())
     given = [f"--{name}" for name in ("seconds", "workers") if name in once]
     if given or args.tried:
         raise GraphError(f"{(given or ['--try'])[0]} is for a search; add --search, or use meshlib search")

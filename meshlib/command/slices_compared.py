@@ -12,7 +12,7 @@ from meshlib.command.planning import FAILED, GOOD, planned_of
 from meshlib.command.subject import Subject, slice_of
 from meshlib.command.tried_layouts import PlannedLayout
 from meshlib.core.errors import GraphError
-from meshlib.core.text import bytes_text, count_text, grid, seconds_text, usd_text
+from meshlib.core.text import bytes_text, count_text, counted, grid, seconds_text, usd_text
 from meshlib.estimation import Estimate
 
 
@@ -67,7 +67,7 @@ def compared_slices(args: argparse.Namespace) -> int:
         return GOOD if best.fits else FAILED
     fastest = max((row for row in rows if row.fits), key=lambda row: row.rate, default=best)
     verdict = f"cheapest on {best.where.name}, fastest on {fastest.where.name}" if best.fits else "FITS ON NONE of them"
-    say_verdict(f"{best.subject.name} on {len(rows)} slices: {verdict}", best.fits)
+    say_verdict(f"{best.subject.name} on {counted(len(rows), 'slice')}: {verdict}", best.fits)
     say("\n".join(["", *_table(rows), *(["! does not fit"] if not all(r.fits for r in rows) else [])]))
     say("\n* modelled; all others exact")
     if best.fits and not args.quiet:

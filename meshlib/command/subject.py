@@ -217,7 +217,9 @@ def slice_of(text: str) -> Slice:
     try:
         return Slice(text)
     except HardwareError as fault:
-        raise SliceError(str(fault)) from None
+        several = re.split(r"[;\s]+", text.strip())
+        hint = f"; meshlib plan takes several slices, joined by commas: {','.join(several)}" if several[1:] else ""
+        raise SliceError(f"{fault}{hint}") from None
 
 
 def subject_of(args: argparse.Namespace, where: Slice | None) -> Subject:
@@ -357,6 +359,7 @@ def refuse_arguments(args: argparse.Namespace, shown: str) -> None:
             raise GraphError(
                 f"--{flag} is for JAX functions whose arguments are given, such as --arg x=f32[256,512]; leave it out "
                 f"for {shown}, or give them"
+                + (f"; a model's is --set optimizer={args.optimizer}" if flag == "optimizer" else "")
             )
 
 
@@ -372,8 +375,8 @@ def _user_errors(what: str) -> Iterator[None]:
         if last.filename == __file__:  # the function was called with the wrong arguments
             name = what.rpartition(":")[2]
             where = (
-                "; give its arguments with --set NAME=VALUE, those of a JAX function with --arg NAME=f32[256,512] or "
-                f"as what {name}_arguments() beside it returns"
+                "; give its arguments by their names with --set NAME=VALUE, those of a JAX function with --arg "
+                f"NAME=f32[256,512] or as what {name}_arguments() beside it returns"
             )
         else:
             where = "" if isinstance(fault, SyntaxError) else f" ({Path(last.filename).name}:{last.lineno})"
@@ -384,7 +387,7 @@ def _function(file: Path, name: str) -> Callable[..., Any]:
     """A function of a file, which is executed as a module; exceptions of the user's code pass through."""
     if not file.is_file():
         hint = nearest_file(str(file)) or "; name a model (meshlib models lists them) or FILE.py[:function]"
-        raise GraphError(f"no file {file}{hint}")
+        raise GraphError(f"{file} is a folder; name a file in it" if file.is_dir() else f"no file {file}{hint}")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
         raise GraphError(f"{file} can't be read as Python")

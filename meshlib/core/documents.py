@@ -116,7 +116,7 @@ def parse_json(
     except RecursionError:
         fail(f"it is nested deeper than {MOST_DEPTH} levels")
     except ValueError as fault:
-        fail(f"it is not valid JSON: {fault!s:.160}")
+        fail(f"it is not valid JSON: {fault!s:.160}" if text.strip() else "it is empty")
     if not isinstance(document, dict) and not (a_list and isinstance(document, list)):
         fail(f"it holds {type(document).__name__} {_shown(document)}, not an object")
     if not _shallow(document, MOST_DEPTH):

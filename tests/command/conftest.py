@@ -16,6 +16,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "bad.py").write_text("def build(:\n")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "empty.json").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     return tmp_path
