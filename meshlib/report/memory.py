@@ -120,7 +120,7 @@ def area(est: Estimate, linked: bool = True, size: tuple[float, float] = (1000, 
     else:
         y = up(m.capacity_bytes)
         picture.line(picture.left, y, picture.right, y, "limit", capacity)
-        picture.text(picture.left + 6, y - 4, f"{capacity} =")
+        picture.text(picture.left + 6, y - 4, f"{capacity} =", "over")
     if moments:
         peak = max(moments, key=lambda moment: moment.total)
         middle = across((peak.begin + peak.end) / 2)
