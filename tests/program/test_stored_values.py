@@ -79,3 +79,8 @@ def test_what_is_as_fast_as_reading_is_recomputed(function: object) -> None:
 def test_sines_are_stored(function: object) -> None:
     """Their argument is reduced first: the TPU compiler computes the tables of rotary positions once."""
     assert function.__name__ in stored_names(read_twice(function))  # type: ignore[attr-defined]
+
+
+def test_masks_of_dropout_are_drawn_again() -> None:
+    """Both kernels draw the numbers: the TPU compiler's step of BERT large holds no mask."""
+    assert stored_names(read_twice(lambda x: mtf.dropout(x, True, rate=0.1))) <= {"input", "reduce_sum"}

@@ -7,7 +7,8 @@ a weight, values of a norm between statistics and result, dequantised int8 value
   to the host and separate kernels read operands from memory, except that fused attention casts and scales narrow keys
   and values itself, as kernels for int8 and fp8 caches do;
 - recomputing an element takes no longer than reading it: exponentials, divisions and error functions are recomputed,
-  sines, cosines and random numbers are not;
+  sines and cosines are not. Random numbers are drawn again at any cost, since the compiler counts each of their integer
+  operations alone: no mask of dropout is stored;
 - reading its sources, in each kernel that does not read them anyway, moves fewer bytes than writing the value once and
   reading it in each; a lookup of a few rows moves next to nothing.
 
@@ -15,7 +16,8 @@ Either all consumers recompute a value, or none.
 
 Source: openxla/xla xla/service/instruction_fusion.cc, which duplicates producers into their consumers (from memory);
 in training steps of Llama, BERT, T5 and gpt-oss compiled here for TPU, the sigmoid of a gated layer is computed in five
-kernels, the exponential of a softmax in three to five, sines and cosines in one.
+kernels, the exponential of a softmax in three to five, sines and cosines in one; each mask of dropout in one kernel of
+the forward pass and one of the backward pass.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ _READERS = (*THROUGH, Kind.REDUCTION, Kind.CONTRACTION)
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """Recomputation of a value by its consumers: stored values, instructions, and number of lane operations.
+    """Recomputation of a value by its consumers: stored values, instructions, and number of lane operations other than
+    those of draws of random numbers.
 
     `of` tells for each whether it is read elementwise, at the position of the result.
     """
@@ -160,7 +163,8 @@ class StoredValues:
             for v, placed in operand.of.items():
                 of[v] = of.get(v, True) and placed and same
         by[i] = None
-        return Recomputation(of, by, sum(local_work(self.program, j).vpu_ops for j in by))
+        counted = (j for j in by if not j.operation.opdef.unique)
+        return Recomputation(of, by, sum(local_work(self.program, j).vpu_ops for j in counted))
 
 
 def is_elementwise(i: Instruction) -> bool:
