@@ -89,7 +89,8 @@ def test_a_step_needs_the_sum_of_its_causes() -> None:
     c = found.compiled
     assert found.needed_bytes == c.buffers_bytes + c.layout_bytes + c.code_bytes + c.fragmentation_bytes
     assert c.buffers_bytes == found.peak_bytes
-    assert c.fragmentation_bytes == pytest.approx(0.01 * (c.buffers_bytes + c.layout_bytes - c.state_bytes), abs=2)
+    gaps = c.fragmentation_bytes - 0.01 * (c.buffers_bytes + c.layout_bytes - c.state_bytes)
+    assert 0 <= gaps < 0.01 * (c.buffers_bytes + c.layout_bytes - c.state_bytes)
     assert c.code_bytes % CODE_BYTES == 0
     assert (c.casts_bytes, c.loops_bytes) == (0, 0)
 

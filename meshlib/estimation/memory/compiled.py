@@ -7,9 +7,9 @@ A compiled step of our own program, as `mtf.on_jax` runs it:
     operands       grouped products are kernels of their own, whose operands and results are stored; those that one
                    kernel computes together overwrite nothing
     accumulators   attention kernels sum gradients of keys and values in float32; so do loops the gradient of a weight
-                   whose product has a narrower dtype
+                   whose product has a narrower dtype; scatter-adds have float32 results, as long as these are read
     code           per kernel
-    fragmentation  gaps between allocated buffers
+    fragmentation  gaps between buffers (`heap`), and a share of temporaries
 
 Plain `jit` with sharding annotations (`mtf.GSPMD`) takes more:
 
@@ -37,9 +37,9 @@ from meshlib.core.compiler import Compiler
 from meshlib.core.dtypes import FLOAT32
 from meshlib.core.graph import BACKWARD
 from meshlib.core.opdef import Kind, Storage
+from meshlib.estimation.memory.heap import gap_bytes, live_ranges, peak_bytes
 from meshlib.estimation.work.tiles import tiled_bytes, tiled_value_bytes
 from meshlib.program.analysis.buffers import Buffer
-from meshlib.program.analysis.memory import bytes_after
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 from meshlib.program.records import Program, walk
 
@@ -97,13 +97,12 @@ def compiled_memory(
       buffers_bytes: peak of the program's buffers in tiles; capacity_bytes: HBM available to programs.
     """
     plain = compiler.partitioner == "gspmd"
-    laid = max(bytes_after(program, tiled_value_bytes, scratch=_sums_of(program), extra=_beyond_plan))
-    laid = max(laid, buffers_bytes)
+    ranges = [*live_ranges(program, tiled_value_bytes, _sums_of(program), _beyond_plan)]
+    laid = max(peak_bytes(ranges), buffers_bytes)
     casts = _hoisted_casts(program) if plain else 0
     widest, logits = _loops(program) if plain else (0, 0)
-    share, stays = FRAGMENTATION, 0
-    if widest + logits:
-        share, stays = LOOPED_FRAGMENTATION, _stacked(program)
+    share, stays = (LOOPED_FRAGMENTATION, _stacked(program)) if widest + logits else (FRAGMENTATION, 0)
+    gaps = 0 if plain else gap_bytes(ranges)
     kernels = len({(id(inside), i.group) for i, inside, _ in walk(program)})
     state = sum(tiled_value_bytes(v) for v in program.variables.values() if not v.tensor.on_host)
     trained = [program.variables[n] for n in program.updates if n in program.variables]
@@ -116,7 +115,7 @@ def compiled_memory(
             casts_bytes=casts,
             loops_bytes=loops_bytes,
             code_bytes=CODE_BYTES * kernels,
-            fragmentation_bytes=ceil(share * max(0, laid + casts + loops_bytes - state - stays)),
+            fragmentation_bytes=gaps + ceil(share * max(0, laid + casts + loops_bytes - state - stays)),
             state_bytes=state,
             export_bytes=2 * min(FILE_BYTES, weights),
         )
@@ -145,6 +144,7 @@ def _beyond_plan(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tupl
     """Buffers with bytes that the plan does not count."""
     yield from _head_by_head(program, buffers)
     yield from _of_grouped(program, buffers)
+    yield from _added_rows(program, buffers)
 
 
 def _of_grouped(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tuple[Buffer, int]]:
@@ -180,6 +180,20 @@ def _head_by_head(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tup
         wide = max((_by_heads(i, v, v.tensor.dtype.itemsize) for i, v in kernels), default=0)
         if wide > tiled_value_bytes(buffer.owner):
             yield buffer, wide - tiled_value_bytes(buffer.owner)
+
+
+def _added_rows(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tuple[Buffer, int]]:
+    """Results of scatter-adds of less than 32 bits, with the bytes that they have in float32."""
+    buffer_of = {v: b for b in buffers for _, v in b.shown}
+    ends = {i.group: n for n, i in enumerate(program.instructions)}
+    for n, i in enumerate(program.instructions):
+        if not isinstance(i, Compute) or i.operation.opdef.indices != 1 or i.operation.opdef.reads_part:
+            continue
+        (y,) = i.outputs
+        wide = tiled_bytes(y.local_shape.sizes, 4)
+        if wide > tiled_value_bytes(y):
+            b = buffer_of.get(y)
+            yield (Buffer(y, n, ends[i.group], []), wide) if b is None else (b, wide - tiled_value_bytes(y))
 
 
 def _sums_of(whole: Program) -> Callable[[Program, Instruction], int]:

@@ -7,7 +7,7 @@ buffers are added; its operands are counted outside. `host_bytes` is the peak of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -25,8 +25,6 @@ from meshlib.program.records import Program
 KINDS = ("variables", "slots", "inputs", "activations", "gradients", "collective buffers", "temporaries")
 
 Size = Callable[[Value], int]  # size of a buffer
-Scratch = Callable[[Program, Instruction], int]  # scratch bytes of an instruction
-Extra = Callable[[Program, tuple[Buffer, ...]], Iterable[tuple[Buffer, int]]]  # buffers with additional bytes
 
 
 @dataclass(frozen=True)
@@ -115,41 +113,31 @@ def moment(i: Instruction) -> str:
     return f"{i.opcode} '{i.operation.name}' ({i.operation.source})"
 
 
-def bytes_after(
-    program: Program, size: Size, loop: Loop | None = None, scratch: Scratch | None = None, extra: Extra | None = None
-) -> list[int]:
+def bytes_after(program: Program, size: Size, loop: Loop | None = None) -> list[int]:
     """Allocated bytes at the start, then during each instruction.
 
     Args:
       program: the program, or a body with the `loop` that runs it.
-      size: bytes of a buffer by its owner; extra: additional bytes of some buffers.
-      scratch: bytes of an instruction while it runs, besides its operands and results.
+      size: bytes of a buffer by its owner.
     """
     end = len(program.instructions)
     change = [0] * (end + 2)
-    buffers = program.buffers if loop is None else loop.buffers
-    sized = ((b, size(b.owner)) for b in buffers)
-    for b, taken_bytes in sized if extra is None else (*sized, *extra(program, buffers)):
-        change[b.begin + 1] += taken_bytes
+    for b in program.buffers if loop is None else loop.buffers:
+        change[b.begin + 1] += size(b.owner)
         if b.end < end:
-            change[b.end + 2] -= taken_bytes
+            change[b.end + 2] -= size(b.owner)
     totals = [*accumulate(change)][:-1]
-    for n, inner in inside_loops(program, size, scratch, extra):
+    for n, inner in inside_loops(program, size):
         totals[n + 1] += inner
-    if scratch is not None:
-        for n, i in enumerate(program.instructions):
-            totals[n + 1] += scratch(program, i)
     return totals
 
 
-def inside_loops(
-    program: Program, size: Size, scratch: Scratch | None = None, extra: Extra | None = None
-) -> Iterator[tuple[int, int]]:
-    """Per loop its number and the peak of its body beyond its operands; arguments as in `bytes_after`."""
+def inside_loops(program: Program, size: Size) -> Iterator[tuple[int, int]]:
+    """Per loop its number and the peak of its body beyond its operands."""
     for n, i in enumerate(program.instructions):
         if isinstance(i, Loop):
             outside = sum(size(v) for v in i.body.inputs.values() if not v.tensor.on_host)
-            yield n, max(bytes_after(i.body, size, i, scratch, extra)) - outside
+            yield n, max(bytes_after(i.body, size, i)) - outside
 
 
 def kinds_after(program: Program, size: Size) -> Mapping[str, list[int]]:
