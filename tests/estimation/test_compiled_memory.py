@@ -162,7 +162,7 @@ def test_the_verdict_is_yes_tight_or_no() -> None:
             assert_fits(program, slice_)
         if verdict == "tight":
             assert_fits(program, slice_, tight=True)
-            assert "tight: the compiled step needs" in found.message
+            assert "tight: a whole run needs" in found.message
 
 
 def test_all_three_are_printed() -> None:
