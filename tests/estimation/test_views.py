@@ -40,7 +40,7 @@ def test_memory_over_time(est):
     assert "scan layers/grad/scan" in full
     assert re.search(r"\b(\d+ %)", full)
     assert len(memory.over_time(10**6).splitlines()) == len(memory.timeline_bytes) + 2
-    assert repr(memory).startswith("<DeviceMemory: peak ")
+    assert repr(memory).startswith("<DeviceMemory: needs ")
     for rows in (0, -1, 1.5, "x"):
         with pytest.raises(mtf.MeshlibError, match="over_time"):
             memory.over_time(rows)
