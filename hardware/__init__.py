@@ -54,6 +54,11 @@ _check_own_packages()
 if not _typing.TYPE_CHECKING:
 
     def __getattr__(name):
+        from importlib import import_module
+        from importlib.util import find_spec
+
         from hardware.unknown_names import elsewhere
 
+        if not name.startswith("_") and find_spec(f"hardware.{name}") is not None:
+            return import_module(f"hardware.{name}")
         raise AttributeError(f"module 'hardware' has no attribute '{name}'{elsewhere(name)}")

@@ -7,13 +7,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-FEW = 20  # attributes listed in a message
+FEW, SEVERAL = 20, 4  # attributes listed in a message: all of a type, those that contain a word
+DRAWN = ("plot", "show", "draw", "display")
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """The end of a message about an unknown name."""
-    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """The end of a message about an unknown name: the closest one, or some that contain it.
+
+    >>> nearest("hbm_byte", ["hbm_bytes", "mxu_rows"]), nearest("hbm", ["hbm_bytes", "mxu_rows"]), nearest("x", ["y"])
+    ("; did you mean 'hbm_bytes'?", "; did you mean 'hbm_bytes'?", '')
+    """
+    word = str(name)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.7)
+    close = close or [known for known in names if len(word) > 2 and word in known][:SEVERAL]
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 class Attributes:
@@ -36,6 +43,8 @@ class Attributes:
                 raise AttributeError(name)
             known = [x for x in dir(self) if not x.startswith("_")]
             hint = nearest(name, known) or (f"; it has {', '.join(known)}" if len(known) <= FEW else "")
+            if name in DRAWN and hasattr(self, "_repr_html_"):
+                hint += "; a notebook draws it as the last line of a cell"
             raise AttributeError(f"{type(self).__name__} has no {name!r}{hint}")
 
 
@@ -43,6 +52,8 @@ IN_MODULES = {  # what people look for in `hardware` itself -> where it is
     **dict.fromkeys(("SystolicArray", "Systolic", "Array", "run"), "hardware.MXU(rows, columns).run(weights, x)"),
     **{kind: f"hardware.ring_plans.{kind}, or hardware.ring_steps.ring_steps('{kind}', data)" for kind in COLLECTIVES},
     **dict.fromkeys(("film_of", "Film"), "hardware.films.film_of(plan, links)"),
+    **{f"ring_{kind}": f"hardware.ring_steps.ring_steps('{kind}', data)" for kind in COLLECTIVES},
+    **dict.fromkeys(("roofline", "ridge"), "mtf.estimate(program, slice).roofline"),
     "Mesh": "layouts.Mesh",
     "Ring": "hardware.Torus((nodes,))",
 }

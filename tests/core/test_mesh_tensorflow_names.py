@@ -204,6 +204,16 @@ def test_unknown_attributes_are_answered() -> None:
     assert not hasattr(simulation, "__array__")
 
 
+def test_names_of_parts_of_the_machine_are_answered() -> None:
+    assert hardware.films.film_of.__name__ == "film_of", "a module of the package, not imported before"
+    with pytest.raises(AttributeError, match=r"no attribute 'ring_all_reduce'; write hardware\.ring_steps"):
+        _ = hardware.ring_all_reduce
+    with pytest.raises(AttributeError, match=r"Chip has no 'hbm'; did you mean 'hbm_bytes' or 'hbm_bytes_per_device'"):
+        _ = hardware.CHIPS["v3"].hbm
+    with pytest.raises(AttributeError, match="Slice has no 'plot'; a notebook draws it as the last line of a cell"):
+        _ = hardware.Slice("v3-8").plot
+
+
 def test_what_runs_return_is_shown_in_a_line() -> None:
     with mtf.Graph():
         w = mtf.variable("w", [], 1.0)
