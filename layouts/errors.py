@@ -70,6 +70,8 @@ def nearest(name: object, candidates: Iterable[str]) -> str:
     "; did you mean 'gpt3-175b'?"
     >>> nearest("rlu", ["loss", "layers/scan/relu"])
     "; did you mean 'layers/scan/relu'?"
+    >>> nearest("ffn/relu", ["ffn/kernel", "relu"])
+    "; did you mean 'relu'?"
     >>> nearest("zzz", ["batch", "hidden"])
     ''
     """
@@ -77,6 +79,7 @@ def nearest(name: object, candidates: Iterable[str]) -> str:
     unscoped = {x.rpartition("/")[2]: x for x in known}
     matches = (
         difflib.get_close_matches(word, known, n=1, cutoff=0.85)
+        or [x for end, x in unscoped.items() if "/" in word and end == word.rpartition("/")[2]]
         or [x for x in known if x.startswith((f"{word.lower()}-", f"{word}_"))]
         or difflib.get_close_matches(word, known, n=1)
         or difflib.get_close_matches(word.lower(), known, n=1)

@@ -298,6 +298,7 @@ HOMES = ("", "layers", "optimize", "initializers", "models", "data", "generation
 OF_ARGUMENTS = {
     "axis": "dims go by name: reduced_dim=, output_shape= or dim=",
     "dims": "dims go by name: reduced_dim=, output_shape= or dim=",
+    "core": "a core is given by position: its number, or its place in the mesh",
     "is_training": "give dropout=0, the default, in evaluation",
     **dict.fromkeys(("dims_idx_start", "dims_idx_end"), "dims go by name: batch_norm(x, dims), all but the channels"),
     "keepdims": "reduced dims broadcast back by name, without dims of size 1",

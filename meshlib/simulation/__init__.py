@@ -219,8 +219,8 @@ class Simulation(Shown):
         if not isinstance(name, str):
             raise FeedError(f"{at(what)}: name must be the name of a tensor, got {name!r:.80}")
         if self._last is None:
-            hint = f"{nearest(name, self.state)}; other tensors have values {self.intermediates}"
-            raise FeedError(f"{at(what)}: '{name}' is not a variable{hint}")
+            hint = f"other tensors have values {self.intermediates}"
+            raise FeedError(f"{at(what)}: '{name}' is not a variable; {hint}{nearest(name, self.state)}")
         return self._last
 
     def _run(self, program: Program, given: Mapping[str, Any]) -> dict[str, Array]:
