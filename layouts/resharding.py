@@ -41,6 +41,15 @@ def reshard(source: Sharding, target: Sharding, itemsize: float) -> Plan:
     return _plan(source, target, itemsize)
 
 
+def elements_sent(source: Sharding, target: Sharding) -> tuple[float, int]:
+    """Elements that each device sends in the plan of `reshard`, and the number of its collectives."""
+    if source == target:
+        return 0, 0
+    cheapest = _cheapest_route(source, _unmasked(source, target))
+    sent = sum([_exact(move.cost * cheapest.scale, cheapest.devices) for move in cheapest.moves])
+    return sent, cheapest.collectives
+
+
 _NOTHING = Plan((), 0, 0)
 
 

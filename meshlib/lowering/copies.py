@@ -31,6 +31,7 @@ from meshlib.lowering.values import ClassRows
 
 HUBS = 3  # maximum number of shared copies per region
 MOST_HUB_SETS = 400
+MOST_SUMS = 1 << 14  # entries of an array of sums
 
 Axis: TypeAlias = tuple[int | None, Ints]  # (variable, class of each of its values)
 
@@ -376,5 +377,8 @@ def _axes(ends: Sequence[End]) -> Sequence[Axis]:
 def _min_plus(first: Floats, rest: Floats) -> Floats:
     """Min-plus matrix product: the least sum over the placements in between."""
     flat = rest.reshape(len(rest), -1)
-    costs: Floats = np.minimum.reduce(first[:, :, None] + flat, axis=1)
+    costs = np.full((len(first), flat.shape[1]), inf)
+    step = max(1, MOST_SUMS // max(1, costs.size))  # placements at a time: larger arrays leave the processor's caches
+    for n in range(0, len(rest), step):
+        np.minimum(costs, np.minimum.reduce(first[:, n : n + step, None] + flat[n : n + step], axis=1), out=costs)
     return costs.reshape(len(first), *rest.shape[1:])

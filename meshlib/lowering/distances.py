@@ -13,9 +13,11 @@ from math import gcd, isnan, prod
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from layouts import Mesh, Shape, Sharding, reshard
 from layouts.dims import Dimension
+from layouts.resharding import elements_sent
 from layouts.sharding import Axes, Pending, laid
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.cost_tables import Floats, Ints
@@ -37,18 +39,37 @@ def distances(placements: Sequence[Sharding], itemsize: float, balance: Balance)
     return _distances(tuple(placements), itemsize, balance.axis_prices, COLLECTIVE + balance.collective_bytes)
 
 
+def least_distances(
+    placements: Sequence[Sharding], itemsize: float, balance: Balance, asked: NDArray[np.bool_]
+) -> tuple[Floats, NDArray[np.bool_]]:
+    """Lower bounds of `distances`, and which of them are exact: those that are `asked` for or need no route."""
+    start = COLLECTIVE + balance.collective_bytes
+    if itemsize % 1:
+        return distances(placements, itemsize, balance), np.ones_like(asked)
+    known, scale = _known_of(placements, itemsize, balance.axis_prices)
+    costs = known.costs(placements, scale, start, asked)
+    is_known = ~np.isnan(costs)
+    return (costs if is_known.all() else np.where(is_known, costs, known.least(placements, scale) + start)), is_known
+
+
 @lru_cache(maxsize=1 << 13)
 def _distances(placements: tuple[Sharding, ...], itemsize: float, prices: Prices, start: float) -> Floats:
     if itemsize % 1:  # a block takes whole bytes
         pairs = [[between(a, b, itemsize, prices) for b in placements] for a in placements]
         costs: Floats = np.array([[sent + start * collectives for sent, collectives in row] for row in pairs], float)
     else:
-        shape, mesh = placements[0].shape, placements[0].mesh
-        # Factors of a size that axes cannot divide only scale all costs.
-        sizes = tuple([gcd(n, mesh.size) for n in shape.sizes])
-        costs = _known(mesh, sizes, prices).costs(placements, shape.size // prod(sizes) * itemsize, start)
+        known, scale = _known_of(placements, itemsize, prices)
+        costs = known.costs(placements, scale, start)
     costs.setflags(write=False)
     return costs
+
+
+def _known_of(placements: Sequence[Sharding], itemsize: float, prices: Prices) -> tuple[_Known, float]:
+    """The cached distances that placements' are multiples of, and by which factor."""
+    shape, mesh = placements[0].shape, placements[0].mesh
+    # Factors of a size that axes cannot divide only scale all costs.
+    sizes = tuple([gcd(n, mesh.size) for n in shape.sizes])
+    return _known(mesh, sizes, prices), shape.size // prod(sizes) * itemsize
 
 
 class _Known:
@@ -59,11 +80,16 @@ class _Known:
         self.shape = Shape([Dimension(f"d{n}", size) for n, size in enumerate(sizes)])
         self.placements: dict[Placement, int] = {}
         self._numbers: dict[Sharding, int] = {}
-        self._costs = np.zeros((2, 0, 0))  # bytes, collectives; NaN: not routed yet
+        self._costs = np.zeros((3, 0, 0))  # bytes, collectives; NaN: not routed yet; a lower bound of the bytes
         self._scaled: dict[tuple[float, float], Floats] = {}  # by bytes per element and price of a collective
 
-    def costs(self, placements: Sequence[Sharding], scale: float, start: float) -> Floats:
-        """Cost of a reshard from each placement to each, at `scale` bytes per element and `start` per collective."""
+    def costs(
+        self, placements: Sequence[Sharding], scale: float, start: float, asked: NDArray[np.bool_] | None = None
+    ) -> Floats:
+        """Cost of a reshard from each placement to each, at `scale` bytes per element and `start` per collective.
+
+        Pairs that are not `asked` for, and whose route is not known, are not numbers; by default all are asked for.
+        """
         new = [s for s in placements if s not in self._numbers]
         if new:
             self._enter(new)
@@ -73,14 +99,21 @@ class _Known:
         at = np.array([self._numbers[s] for s in placements])
         costs: Floats = scaled[at[:, None], at]
         if isnan(np.add.reduce(costs, axis=None)):
-            for a, b in zip(*np.isnan(costs).nonzero(), strict=True):
+            missing = np.isnan(costs) if asked is None else np.isnan(costs) & asked
+            for a, b in zip(*missing.nonzero(), strict=True):
                 pair = at[a], at[b]
                 if isnan(self._costs[0][pair]):
                     ends = [laid(self.shape, self.mesh, s.axes, s.pending) for s in (placements[a], placements[b])]
-                    self._costs[:, pair[0], pair[1]] = between(ends[0], ends[1], 1, self.prices)
-                sent, collectives = self._costs[:, pair[0], pair[1]]
+                    self._costs[:2, pair[0], pair[1]] = between(ends[0], ends[1], 1, self.prices)
+                sent, collectives = self._costs[:2, pair[0], pair[1]]
                 costs[a, b] = scaled[pair] = sent * scale + start * collectives
         return costs
+
+    def least(self, placements: Sequence[Sharding], scale: float) -> Floats:
+        """Lower bound of the price of the bytes sent from each of these placements to each."""
+        at = np.array([self._numbers[s] for s in placements])
+        bytes_: Floats = self._costs[2][at[:, None], at] * scale * min([1.0, *dict(self.prices).values()])
+        return bytes_
 
     def _enter(self, new: Sequence[Sharding]) -> None:
         count = len(self.placements)
@@ -90,7 +123,7 @@ class _Known:
             self._numbers[s] = self.placements.setdefault((s.axes, s.pending), len(self.placements))
         total = len(self.placements)
         if total > count:
-            costs = np.empty((2, total, total))
+            costs = np.empty((3, total, total))
             costs[:, :count, :count] = self._costs
             pairs = np.ones((total, total), bool)
             pairs[:count, :count] = False
@@ -162,16 +195,17 @@ _axes_of = lru_cache(maxsize=1 << 8)(_Axes)
 def _plain(
     mesh: Mesh, shape: Shape, placements: Sequence[Placement], sources: Ints, targets: Ints, prices: Prices
 ) -> Floats:
-    """Bytes and collectives of reshards that slice, reduce, then gather; NaN for others, infinity if impossible.
+    """Bytes and collectives of reshards that slice, reduce, then gather; NaN for others, infinity if impossible; and a
+    lower bound of the bytes of each.
 
     Slices come first, to shrink what follows; sums are then scattered if the target has their axes, and
-    reduced in full otherwise; gathers, which send only missing blocks, come last.
+    reduced in full otherwise; gathers, which send only missing blocks, come last. The bound is that of `layouts.routes`.
 
     Args:
       sources: the number of the first placement of each pair; `targets` are those of the second.
     """
     if len(mesh.axes) > MOST_AXES:
-        return np.full((2, len(sources)), np.nan)
+        return np.concatenate([np.full((2, len(sources)), np.nan), np.zeros((1, len(sources)))])
     axes = _axes_of(mesh, prices)
     entries = axes.numbers([entries for entries, _ in placements])
     split = np.array([axes.mask([a for entry in entries for a in entry]) for entries, _ in placements])
@@ -220,13 +254,17 @@ def _plain(
     sent[swapped], collectives[swapped] = bytes_sent[swapped], np.count_nonzero(lost, axis=1)[swapped]
     sent[~possible] = np.inf
     collectives[~possible] = 0
-    return np.array((sent, collectives))
+    is_nested = (stays | ~np.any(gained, axis=0)).all(axis=1) & (left == 0)
+    target = (shape.size / axes.devices[split])[targets]
+    return np.array((sent, collectives, target - np.where(is_nested, target / axes.devices[lost].prod(axis=1), 0.0)))
 
 
 def between(here: Sharding, there: Sharding, itemsize: float, prices: Prices) -> Price:
     """Price of a reshard between two shardings: bytes and collectives."""
     if not can_become(here, there):
         return float("inf"), 0
+    if itemsize == 1 and not prices:
+        return elements_sent(here, there)
     plan = reshard(here, there, itemsize)
     return sum([step.sent_bytes * axes_price(step.axes, prices) for step in plan.steps]), plan.collectives
 

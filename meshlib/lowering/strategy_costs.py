@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from layouts import Mesh, Sharding
 from meshlib.core.opdef import Work
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import Binding, settled
-from meshlib.lowering.distances import COLLECTIVE, STRAY, axes_price, distances
+from meshlib.lowering.cost_tables import Floats
+from meshlib.lowering.distances import COLLECTIVE, STRAY, axes_price, least_distances
 from meshlib.lowering.expected_halos import Near
 from meshlib.lowering.recomputation import price_again
 from meshlib.lowering.strategies import Axes, Choice, Question, assignments, pass_options
@@ -120,32 +122,55 @@ class Pricing:
         if len(strategies) <= 1:
             return strategies
         strategies.sort(key=lambda s: s.cost)
-        op = self.signature.op
-        several = len(op.outputs) > 1  # further results may be bound or not: compare them as computed
+        several = len(self.signature.op.outputs) > 1  # further results may be bound or not: compare them as computed
         own = np.array([s.cost - s.home_cost * several for s in strategies])
-        instead = np.repeat(own[:, None], len(strategies), axis=1)  # [b, a]: strategy b, with operands and results of a
+        costs, is_doubtful = self._instead(strategies, own, several, np.zeros((len(own), len(own)), bool))
+        better = costs <= own + 1e-9
+        if np.logical_or.reduce(better & is_doubtful, axis=None):
+            costs, _ = self._instead(strategies, own, several, better & is_doubtful)
+            better &= costs <= own + 1e-9
+        undominated: list[int] = []
+        for n, row in enumerate(better.T.tolist()):  # [a][b]
+            if not any(row[k] for k in undominated):
+                undominated.append(n)
+        return [strategies[n] for n in undominated]
+
+    def _instead(
+        self, strategies: Sequence[Strategy], own: Floats, several: bool, asked: NDArray[np.bool_]
+    ) -> tuple[Floats, NDArray[np.bool_]]:
+        """Costs [b, a] of strategy b with operands and results of a, and which of them are lower bounds: not `asked`
+        for, with a reshard whose route is not known."""
+        op, (b, a) = self.signature.op, asked.nonzero()
+        instead = np.repeat(own[:, None], len(strategies), axis=1)
+        is_doubtful = np.zeros_like(asked)
         for n, x in enumerate(op.inputs):
             numbers: dict[Sharding, int] = {}
             of = np.array([numbers.setdefault(s.choice.operands[n], len(numbers)) for s in strategies])
             if len(numbers) > 1:
-                instead += distances(tuple(numbers), x.dtype.itemsize, self.balance)[of, of[:, None]]
+                pairs = np.zeros((len(numbers), len(numbers)), bool)
+                pairs[of[a], of[b]] = True
+                costs, is_known = least_distances(tuple(numbers), x.dtype.itemsize, self.balance, pairs)
+                instead += costs[of, of[:, None]]
+                is_doubtful |= ~is_known[of, of[:, None]]
         numbers = {}
         rows = [
             [numbers.setdefault(at, len(numbers)) for at in (s.made[:1] if several else s.made)] for s in strategies
         ]
-        between = distances(tuple(numbers), sum(y.dtype.itemsize for y in op.outputs), self.balance)
         computed, bound = np.array([[row[0], row[-1]] for row in rows]).T
+        pairs = np.zeros((len(numbers), len(numbers)), bool)
+        for start, end in zip(b.tolist(), a.tolist(), strict=True):
+            pairs[rows[start][0], rows[end]] = pairs[rows[start][-1], rows[end]] = True
+        itemsize = sum(y.dtype.itemsize for y in op.outputs)
+        between, is_known = least_distances(tuple(numbers), itemsize, self.balance, pairs)
         nearest = np.minimum(between[computed], between[bound])  # from b's result to each placement
+        is_near = is_known[computed] & is_known[bound]
         instead += nearest[:, computed] + np.where(bound == computed, 0, nearest[:, bound])
-        for a, row in enumerate(rows):
+        is_doubtful |= ~(is_near[:, computed] & is_near[:, bound])
+        for n, row in enumerate(rows):
             for passed in row[1:-1]:
-                instead[:, a] += nearest[:, passed]
-        better = (instead <= own + 1e-9).T.tolist()  # [a][b]
-        undominated: list[int] = []
-        for n, row in enumerate(better):
-            if not any(row[k] for k in undominated):
-                undominated.append(n)
-        return [strategies[n] for n in undominated]
+                instead[:, n] += nearest[:, passed]
+                is_doubtful[:, n] |= ~is_near[:, passed]
+        return instead, is_doubtful
 
 
 def _possible(

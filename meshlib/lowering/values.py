@@ -18,7 +18,7 @@ from meshlib.core.opdef import Home
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import Binding, settled
 from meshlib.lowering.cost_tables import Floats, Ints
-from meshlib.lowering.distances import distances
+from meshlib.lowering.distances import least_distances
 from meshlib.lowering.recomputation import Free, run_cost
 from meshlib.lowering.strategies import Choice
 from meshlib.lowering.strategy_costs import Strategy, StrategySet
@@ -146,7 +146,8 @@ class Values:
         plain = [s for s in strategies if not s.choice.out.pending and not any(s.choice.passed)]
         if self.key.often and plain:
             outs = list(dict.fromkeys(s.choice.out for s in plain))
-            free = distances(outs, self.op.output.dtype.itemsize, Balance()) == 0
+            unasked = np.zeros((len(outs), len(outs)), bool)  # a slice needs no route
+            free = least_distances(outs, self.op.output.dtype.itemsize, Balance(), unasked)[0] == 0
             neither = ~(free | free.T)
             place = {s: n for n, s in enumerate(outs)}
             both = [(a, b) for a, b in combinations(plain, 2) if neither[place[a.choice.out], place[b.choice.out]]]
