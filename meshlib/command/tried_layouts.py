@@ -280,9 +280,12 @@ class _Tries:
     def add(self, name: str, mesh: str, choices: dict[str, object]) -> PlannedLayout:
         """Lower a layout, and estimate it if it fits or was named."""
         plan = _lowered(self.subject, self.where, name, mesh, choices)
+        others = [p for p in self.plans if (p.name, p.mesh, p.choices) != (name, mesh, choices)]
+        self.plans = [*others, plan]
+        if plan.fits and not any(each.fastest < inf for each in self.batches):
+            self.show(f"fits: {name}")
         if plan.fits or self.named:
-            plan = timed(self.subject, self.where, plan, self.asked)
-        self.plans = [p for p in self.plans if (p.name, p.mesh, p.choices) != (name, mesh, choices)] + [plan]
+            self.plans[-1] = plan = timed(self.subject, self.where, plan, self.asked)
         fitting = next((min(each.plans, key=lambda p: p.order) for each in self.batches if each.fastest < inf), None)
         if fitting is not None and fitting.est is not None:
             self.show(f"fits: {fitting.name}, {seconds_text(fitting.est.step_seconds)}")

@@ -431,8 +431,10 @@ def innermost(xs: Sequence[Tensor], what: str) -> Graph:
 
     While a body is being traced it is that body, even if all of `xs` come from outside.
     """
-    deepest = max((x.graph for x in xs), key=lambda g: len(g.around))
-    for x in xs:
+    deepest, *others = dict.fromkeys([x.graph for x in xs])
+    if others:
+        deepest = max((x.graph for x in xs), key=lambda g: len(g.around))
+    for x in xs if others else ():
         if x.graph not in deepest.around:
             innermost_operand = next(y for y in xs if y.graph is deepest)
             raise GraphError(

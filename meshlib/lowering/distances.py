@@ -199,7 +199,8 @@ def _plain(
     lower bound of the bytes of each.
 
     Slices come first, to shrink what follows; sums are then scattered if the target has their axes, and
-    reduced in full otherwise; gathers, which send only missing blocks, come last. The bound is that of `layouts.routes`.
+    reduced in full otherwise; gathers, which send only missing blocks, come last. The bound is that of
+    `layouts.routes`.
 
     Args:
       sources: the number of the first placement of each pair; `targets` are those of the second.

@@ -35,8 +35,12 @@ class Passages:
         groups: dict[str, set[str]] = {}
         bound: set[str] = set()
         dealt: set[tuple[str, str]] = set()
+        seen: set[object] = set()
         for op in operations:
             for f in op.opdef.roles(op):
+                if (names := (f.operands, f.outputs, f.shares)) in seen:
+                    continue
+                seen.add(names)
                 together = {name for name in (*f.operands, *f.outputs) if name is not None}
                 if f.shares is not None:
                     dealt.update((name, f.shares) for name in together - {f.shares})

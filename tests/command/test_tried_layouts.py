@@ -57,7 +57,7 @@ def test_the_likeliest_layout_of_each_batch_is_tried_first() -> None:
         each = [(each, layouts) for each in batches]
         best, plans = plans_of(each, Slice("test-8", chip), "full", progress=partial(_note, said))
         assert (best, plans[0].name) == (subject, "fsdp")
-        assert said[n].startswith("layouts; fits: fsdp, ")
+        assert said[n].startswith("layouts; fits: fsdp")
 
 
 def _note(said: dict[int, str], done: int, total: int, text: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
-from layouts import Mesh, Sharding
+from layouts import Mesh, Sharding, reshard
+from layouts.resharding import elements_sent
 from meshlib.lowering.balance import Balance
-from meshlib.lowering.distances import COLLECTIVE, between, distances
+from meshlib.lowering.distances import COLLECTIVE, between, can_become, distances, least_distances
 from tests.effort import some
 
 
@@ -43,3 +45,29 @@ def test_costs_are_those_of_reshards(seed: int, priced: bool) -> None:
             for b, target in enumerate(few):
                 sent, collectives = between(source, target, 4, prices)
                 assert costs[a, b] == pytest.approx(sent + COLLECTIVE * collectives, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", some(range(60), range(12)))
+@pytest.mark.parametrize("priced", [False, True], ids=["bytes", "axes of several prices"])
+def test_reshards_that_are_not_asked_for_are_bounded_from_below(seed: int, priced: bool) -> None:
+    rng = random.Random(seed)
+    spots = placements(rng, 12)
+    prices = tuple((a, rng.choice([0.5, 1.0, 3.0])) for a in spots[0].mesh.axes) if priced else ()
+    balance = Balance(axis_prices=prices, collective_bytes=rng.choice([0.0, 5.0]))
+    asked = np.array([[rng.random() < 0.1 for _ in spots] for _ in spots])
+    least, is_known = least_distances(spots, 4, balance, asked)
+    exact = distances(spots, 4, balance)
+    assert (least <= exact * (1 + 1e-12)).all()
+    assert (least[is_known] == exact[is_known]).all()
+    assert is_known[asked].all()
+    assert (least == 0).tolist() == (exact == 0).tolist()
+
+
+@pytest.mark.parametrize("seed", some(range(60), range(12)))
+def test_elements_sent_are_those_of_the_plan(seed: int) -> None:
+    spots = placements(random.Random(seed), 8)
+    for source in spots:
+        for target in spots:
+            if can_become(source, target):
+                plan = reshard(source, target, 1)
+                assert elements_sent(source, target) == (plan.sent_bytes, plan.collectives)

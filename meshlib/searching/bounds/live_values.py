@@ -11,10 +11,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import count
 from operator import or_
 
+from layouts import Shape
 from meshlib.core.graph import Operation, Tensor
 from meshlib.core.laid_dims import LaidDimension
 from meshlib.core.opdef import ON_MXU, RESIDENT, THROUGH, Kind, PowerProduct, Storage
@@ -252,5 +253,10 @@ def _is_inlined(op: Operation) -> bool:
 
 def _bytes(t: Tensor) -> float:
     """Bytes on the device, by which paths are compared; 0 where a size follows from the layout."""
-    laid = any(isinstance(d, LaidDimension) for d in t.shape)
-    return 0.0 if t.on_host or laid else t.dtype.size_bytes(t.shape.size)
+    return 0.0 if t.on_host else t.dtype.size_bytes(_elements(t.shape))
+
+
+@lru_cache(maxsize=1 << 12)
+def _elements(shape: Shape) -> int:
+    """Number of elements; 0 where a size follows from the layout."""
+    return 0 if any(isinstance(d, LaidDimension) for d in shape) else shape.size
