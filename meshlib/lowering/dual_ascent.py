@@ -26,6 +26,7 @@ from meshlib.lowering.cost_tables import Floats, Ints
 from meshlib.lowering.elimination import Elimination
 
 ROUNDING = 1e-12  # relative error of a bound
+BLOCK = 1 << 14  # costs that are extrapolated at once
 MOST_REACH, GROWTH, CUT = 2.0, 1.5, 4.0  # of the extrapolation, as multiples of the last step
 
 
@@ -97,12 +98,14 @@ def raise_bound(problem: Elimination, sweeps: int) -> float:
 
 def _extrapolate(before: Floats, there: Floats, reach: float, costs: Floats, is_finite: bool) -> None:
     """Set `costs` to what lies beyond `there`, by `reach` times the step from `before`."""
-    with np.errstate(invalid="ignore"):
-        np.subtract(there, before, out=costs)
-    costs *= reach
-    costs += there
-    if not is_finite:
-        np.copyto(costs, there, where=~np.isfinite(costs))
+    for n in range(0, len(costs), BLOCK):  # which stay in the processor's caches
+        old, new, beyond = (part[n : n + BLOCK] for part in (before, there, costs))
+        with np.errstate(invalid="ignore"):
+            np.subtract(new, old, out=beyond)
+        beyond *= reach
+        beyond += new
+        if not is_finite:
+            np.copyto(beyond, new, where=~np.isfinite(beyond))
 
 
 def _joined(problem: Elimination) -> tuple[Floats, Ints]:
@@ -111,10 +114,11 @@ def _joined(problem: Elimination) -> tuple[Floats, Ints]:
         problem.put((v,), np.zeros(problem.size[v]))
     scopes = sorted(problem.tables)
     tables = [problem.tables[scope] for scope in scopes]
-    costs = np.concatenate([table.ravel() for table in tables])
     ends = np.cumsum([table.size for table in tables])
+    costs = np.empty(ends[-1])
     for scope, table, end in zip(scopes, tables, ends, strict=True):
         problem.tables[scope] = costs[end - table.size : end].reshape(table.shape)
+        problem.tables[scope][...] = table
     return costs, ends - [table.size for table in tables]
 
 
