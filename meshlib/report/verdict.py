@@ -97,5 +97,6 @@ def about(est: Estimate) -> str:
         (f"bytes over HBM {EXACT}", f"{est.hbm_bytes:,}"),
         (f"bytes sent by a device {EXACT}", f"{round(est.sent_bytes):,}"),
         (f"peak of memory {EXACT}", f"{est.memory.peak_bytes:,}"),
+        (f"memory needed {MODELLED}", f"{est.memory.needed_bytes:,}"),
     ]
     return table(("", ""), rows)
