@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -14,7 +15,9 @@ from hardware.slices import Slice
 from meshlib.command.choices import REMAT
 from meshlib.command.plan import text_of
 from meshlib.command.subject import of_model
-from meshlib.command.tried_layouts import planned, plans_of, with_more_rematerialisation
+from meshlib.command.tried_layouts import WholeRunOptions, planned, plans_of, timed, with_more_rematerialisation
+from meshlib.core.text import bytes_text
+from meshlib.report.verdict import headline
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral-8x7b", "switch-base-8"])
@@ -58,6 +61,29 @@ def test_the_likeliest_layout_of_each_batch_is_tried_first() -> None:
         best, plans = plans_of(each, Slice("test-8", chip), "full", progress=partial(_note, said))
         assert (best, plans[0].name) == (subject, "fsdp")
         assert said[n].startswith("layouts; fits: fsdp")
+
+
+def test_tables_and_reports_show_the_memory_that_decides() -> None:
+    """Of a layout whose exact peak fits, and whose compiled step does not."""
+    config = mtf.models.preset("gpt2").replace(layers=2)
+    subject = of_model(config, {"batch": 64, "length": 512}, {}, mtf.XLA_TPU, given_batch=True)
+    memory = planned(subject, Slice("v5e-8"), "fsdp", "fsdp:8", remat="full").memory
+    assert memory is not None
+    capacity = (memory.peak_bytes + memory.needed_bytes) // 2
+    where = Slice("test-8", replace(CHIPS["v5e"], name="test", hbm_bytes=capacity, hbm_reserved_bytes=0))
+    _, plans = plans_of([(subject, [("fsdp", "fsdp:8"), ("data", "data:8")])], where, "full")
+    plans[0] = timed(subject, where, plans[0], WholeRunOptions({}))
+    needs, text = bytes_text(memory.needed_bytes), text_of(subject, where, plans)
+    assert bytes_text(memory.peak_bytes) != needs
+    assert f"memory     needs {needs}* of {bytes_text(capacity)} " in text
+    assert re.search(rf"^1 .* {re.escape(needs)} ! +full +fsdp ", text, re.MULTILINE)
+    assert "needs*" in text
+    est = plans[0].est
+    assert est is not None
+    assert headline(est).startswith(f"Does not fit: needs {needs} of {bytes_text(capacity)} on each device, ")
+    assert est.memory.message.startswith(f"does not fit: each device of test-8 has {bytes_text(capacity)} ({capacity} ")
+    assert needs in str(mtf.scaling(lambda where: est.program, [where]))
+    assert 'class="k-added"' in est._repr_html_(), "what compilation adds to the peak, in the bar"
 
 
 def _note(said: dict[int, str], done: int, total: int, text: str) -> None:
