@@ -212,8 +212,8 @@ def plan(run: Mapping[str, Any], where: str, most: int = 4) -> mtf.Program:
     est = mtf.estimate(program, where)
     count = sum(x.shape.size for x in graph.trainable_variables)
     print(f"{count / 1e9:.2f} B parameters on {where}: mesh {mesh}, layout {rules}")
-    peak, capacity = bytes_text(est.memory.peak_bytes), bytes_text(est.memory.capacity_bytes)
-    print(f"  {'fits' if est.fits else 'DOES NOT FIT'}: peak {peak} of {capacity} a device")
+    needed, capacity = bytes_text(est.memory.needed_bytes), bytes_text(est.memory.capacity_bytes)
+    print(f"  {'fits' if est.fits else 'DOES NOT FIT'}: needs* {needed} of {capacity} a device")
     print(f"  step* {est.step_seconds:.3f} s, MFU* {est.mfu:.1%}")
     for c in sorted(program.collectives, key=lambda c: -c.sent_bytes * c.count)[:most]:
         print(f"  {c.kind} over {'+'.join(c.axes)}, {bytes_text(c.sent_bytes * c.count)}, {c.phase}, {c.source}")

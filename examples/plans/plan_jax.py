@@ -146,7 +146,7 @@ def report(program: mtf.Program, est: mtf.Estimate, most: int) -> list[str]:
     """The verdict, and the collectives that send most; `*` marks what is modelled."""
     memory = est.memory
     lines = [
-        f"  {'fits' if est.fits else 'DOES NOT FIT'}: peak {bytes_text(memory.peak_bytes)} of "
+        f"  {'fits' if est.fits else 'DOES NOT FIT'}: needs* {bytes_text(memory.needed_bytes)} of "
         f"{bytes_text(memory.capacity_bytes)} a device",
         f"  step* {est.step_seconds:.3f} s, MFU* {est.mfu:.1%}, of it waiting for collectives* "
         f"{est.exposed_comm_seconds:.3f} s",

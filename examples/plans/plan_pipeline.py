@@ -105,8 +105,9 @@ def figures(args: argparse.Namespace, config: mtf.models.TransformerConfig, est:
     bound = sorted(est.bound_seconds.items(), key=lambda item: -item[1])
     shares = [f"{name} {seconds / est.step_seconds:.0%}" for name, seconds in bound[:2] if seconds]
     lines = {
-        "fits": "yes" if est.fits else f"NO: {gib(memory.peak_bytes - memory.capacity_bytes)} too much",
-        "peak of a device": f"{gib(memory.peak_bytes)} of {gib(memory.capacity_bytes)}",
+        "fits": "yes" if est.fits else f"NO: {gib(memory.needed_bytes - memory.capacity_bytes)}* too much",
+        "a device needs*": f"{gib(memory.needed_bytes)} of {gib(memory.capacity_bytes)}",
+        "peak of a device": gib(memory.peak_bytes),
         "  without padding": gib(memory.exact_peak_bytes),
     }
     lines |= {f"  {kind}": gib(size) for kind, size in memory.by_kind.items() if size >= 2**20}
