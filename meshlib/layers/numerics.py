@@ -12,7 +12,7 @@ from meshlib.core.errors import GraphError
 from meshlib.core.graph import Tensor
 from meshlib.core.initializers import Initializer
 from meshlib.ops.contraction.einsum import PRECISIONS, einsum
-from meshlib.ops.contraction.quantized import quantized_einsum
+from meshlib.ops.contraction.quantized import checked_bound, quantized_einsum
 from meshlib.ops.control.sources import variable
 from meshlib.ops.pointwise.casts import cast
 
@@ -36,6 +36,8 @@ class Numerics:
         dtype of the input, and for lookups that of the table's slices.
       precision: of products with variables: "default" or "highest" as in `mtf.einsum`; "int8" or "fp8" for quantised
         products, also in the gradient, see `mtf.quantized_einsum`; "fp8_full" for fp8 with cotangents in e5m2.
+      bound: the largest magnitude of operands in eight-bit products, in place of the maxima that their scales follow
+        otherwise; MaxText's recipes have 224 (`act_quantization_calibration_method="fixed,-224,224"`).
       softmax_dtype: dtype in which materialised attention computes its softmax and keeps it for the gradient, if wider
         than the operands: float32, or "bfloat16" as in TensorFlow's mixed_bfloat16 policy.
       kernel_dtype: dtype of the kernels of products, for inference: "int8", "int4", "float8_e4m3fn" or "float8_e5m2",
@@ -55,6 +57,7 @@ class Numerics:
     slice_dtype: str | None = None
     activation_dtype: str | None = None
     precision: str = "default"
+    bound: float | None = None
     softmax_dtype: str = "float32"
     kernel_dtype: str | None = None
 
@@ -70,6 +73,7 @@ class Numerics:
                 raise GraphError(f"{at('Numerics')}: {name} must be {what}, got {dtype.name}")
             object.__setattr__(self, name, dtype.name)
         choice(self.precision, "Numerics", "precision", (*PRECISIONS, _FULL))
+        checked_bound(self.bound, "Numerics")
         if self.kernel_dtype is not None:
             choice(self.kernel_dtype, "Numerics", "kernel_dtype", ("int8", "int4", "float8_e4m3fn", "float8_e5m2"))
 
@@ -114,7 +118,7 @@ class Numerics:
         """The product of `x` and a variable, in `precision`."""
         if self.precision in EIGHT_BIT_PRODUCTS:
             dtype, gradient_dtype = EIGHT_BIT_PRODUCTS[self.precision]
-            return quantized_einsum([x, weights], output_shape, dtype, name, gradient_dtype)
+            return quantized_einsum([x, weights], output_shape, dtype, name, gradient_dtype, self.bound)
         return einsum([x, weights], output_shape=output_shape, precision=self.precision, name=name)
 
 

@@ -43,7 +43,7 @@ class Grouping:
     members: int
     parts: bool = False
 
-    def product(self, x: Tensor, weights: Tensor, output_shape: Shape, precision: str, name: str | None) -> Tensor:
+    def product(self, x: Tensor, weights: Tensor, output_shape: Shape, numerics: Numerics, name: str | None) -> Tensor:
         """Each row times the kernel of its expert; `weights` has all experts as one dim."""
         members = self.sizes.shape[-1]
         if self.parts:
@@ -51,10 +51,10 @@ class Grouping:
             apart = [[shards, members] if d.name == shards.name else [d] for d in weights.shape]
             weights = reshape(weights, [d for dims in apart for d in dims])
         operands = x, weights, self.sizes, self.rows, members, output_shape, self.filled, self.draws, self.members
-        if precision in PRECISIONS:
-            return grouped_product(*operands, precision, name)
-        dtype, gradient_dtype = EIGHT_BIT_PRODUCTS[precision]
-        return quantized_grouped_product(*operands, dtype, gradient_dtype, name)
+        if numerics.precision in PRECISIONS:
+            return grouped_product(*operands, numerics.precision, name)
+        dtype, gradient_dtype = EIGHT_BIT_PRODUCTS[numerics.precision]
+        return quantized_grouped_product(*operands, dtype, gradient_dtype, numerics.bound, name)
 
     def of_rows(self, values: Tensor, x: Tensor) -> Tensor:
         """The values [experts, features...] of each row's expert, as a product with ones."""
@@ -63,7 +63,7 @@ class Grouping:
         experts = (self.sizes.shape[0] if self.parts else self.sizes.shape[-1]).name
         features = [d for d in values.shape if d.name != experts and d not in x.shape]
         column = reshape(values, [*values.shape, one])
-        return self.product(ones, column, Shape([*x.shape[:-1], *features]), "highest", None)
+        return self.product(ones, column, Shape([*x.shape[:-1], *features]), Numerics(precision="highest"), None)
 
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -164,7 +164,7 @@ def projection(
     if grouping is None:
         y = numerics.product(x, kernel, result_shape, unbiased)
     else:
-        y = grouping.product(x, kernel, result_shape, numerics.precision, unbiased)
+        y = grouping.product(x, kernel, result_shape, numerics, unbiased)
         bias = None if bias is None else grouping.of_rows(bias, x)
     y = y if bias is None else add(y, bias, name=final)
     for n, (wanted, there) in enumerate(own.items(), start=1):

@@ -45,6 +45,9 @@ _LOSS_BLOCKS: tuple[tuple[str, int], ...] = (
     (r"ironwood/gemma4-(2b|4b|31b)", 8),
     (r"ironwood/llama3\.1-(405b/\w+-bf16|70b/128k)|v5p/Llama3\.1-405B", 4),
 )
+# Recipes with `act_` and `weight_quantization_calibration_method="fixed,-224,224"` (run_recipe.sh): all of v7 in fp8
+# but the one of 128k tokens.
+_BOUNDED = r"ironwood/[^/]+/[48]k-fp8"
 # Recipes that leave the gradient of sorted tokens to JAX, without `use_custom_sort_vjp`.
 _SORTED_BY_JAX = r"v5p/(Llama4|Mixtral)"
 
@@ -86,6 +89,15 @@ def row_sums(row: Row) -> str:
     ('scatter', 'gather')
     """
     return "scatter" if re.search(_SORTED_BY_JAX, _file(row)) else "gather"
+
+
+def bound(row: Row) -> float | None:
+    """`Numerics.bound` of the recipe of a row.
+
+    >>> bound({"source": {"file": "training/ironwood/qwen3-235b-a22b/4k-fp8-tpu7x-4x8x8"}}), bound({"source": "a talk"})
+    (224.0, None)
+    """
+    return 224.0 if re.search(_BOUNDED, _file(row)) else None
 
 
 def _file(row: Row) -> str:

@@ -24,7 +24,7 @@ from meshlib.validation.experts import experts_of, with_experts
 from meshlib.validation.machine import axes_of, slice_of
 from meshlib.validation.measured import flops_per_token, local_layers, measured, parameters
 from meshlib.validation.policies import NOTHING_TWICE, NotExpressed, Policy, lightest, policy_in, policy_of
-from meshlib.validation.recipes import loss_blocks, with_kernels
+from meshlib.validation.recipes import bound, loss_blocks, with_kernels
 from meshlib.validation.submissions import UNKNOWN, Submission, submission_of
 
 FILE = Path(__file__).with_name("published_results.json")
@@ -48,7 +48,8 @@ class Run:
     """A published training run.
 
     Attributes:
-      name, family, chip, precision ("bf16", "int8", "fp8", "float32"): what tables group by.
+      name, family, chip, precision ("bf16", "int8", "fp8", "float32"): what tables group by. bound: of eight-bit
+        operands, `Numerics.bound`.
       model: dims as the row gives them; length, batch: tokens of a sequence, sequences of a step.
       slice: where it ran; mesh: axis -> size on all slices; across: axis -> the factor of it that joins slices.
       policy: recomputation policy; attention: "flash" or "materialised"; optimizer: name; state_dtype: dtype of
@@ -65,6 +66,7 @@ class Run:
     family: str
     chip: str
     precision: str
+    bound: float | None
     model: Mapping[str, Any]
     batch: int
     length: int
@@ -179,6 +181,7 @@ def run_of(row: Row) -> Run:
         family=_family(row, model),
         chip=chip.name,
         precision=_precision(str(row.get("precision", ""))),
+        bound=bound(row),
         model=model,
         batch=batch,
         length=length,
@@ -366,7 +369,8 @@ def _software(run: Run) -> tuple[str, ...]:
     biases = ("biases of experts looked up row by row",) if run.looks_up_biases else ()
     sums = ("gradients of sorted tokens added row by row, by a compiler of 2025",) if run.row_sums != "scatter" else ()
     gathered = ("sharded weights gathered in bfloat16 (not verified)",) if narrow else ()
-    return (*noise, *biases, *sums, *gathered)
+    bounded = (f"scales for magnitudes up to {run.bound:g} as its recipe fixes them",) if run.bound else ()
+    return (*noise, *biases, *sums, *gathered, *bounded)
 
 
 def _policy(row: Row, run: Run) -> tuple[Policy, tuple[str, ...]]:

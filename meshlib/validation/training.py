@@ -120,6 +120,7 @@ def config_of(run: Run) -> TransformerConfig:
             variable_dtype=activations if narrow else run.state_dtype,
             activation_dtype=activations,
             precision=run.precision if run.eight_bit else "default",
+            bound=run.bound if run.eight_bit else None,
             softmax_dtype=run.submission.softmax_dtype if run.encoder else base.numerics.softmax_dtype,
         ),
         "dropout": 0.0,

@@ -295,13 +295,13 @@ def test_grouped_products_do_the_work_of_the_choices() -> None:
         assert set(sent) == {2 * 8 * rows * 128 * 2 * 7 / 8}  # two sequences, 8 shards, bfloat16; 7 of 8 to others
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_grouped_products_in_eight_bits(precision: str) -> None:
+@pytest.mark.parametrize(("precision", "bound"), [("int8", None), ("fp8", None), ("fp8", 4.0)])
+def test_grouped_products_in_eight_bits(precision: str, bound: float | None) -> None:
     """Rounded as products of each expert are; in the gradient of the kernels columns share scales over all experts."""
     found = {}
     for form in ("gather", "grouped"):
         with mtf.Graph() as graph:
-            numerics = mtf.Numerics(precision=precision)
+            numerics = mtf.Numerics(precision=precision, bound=bound)
             x = mtf.variable("x", [GROUPS, TOKENS, WIDE])
             y = mtf.layers.moe(
                 x, D("e", 4), FF, Routing(top_k=2, capacity_factor=None), form=form, training=True, numerics=numerics

@@ -277,6 +277,12 @@ def test_custom_meshes_replace_axes_and_rules(base: Path) -> None:
 # ---------------------------------------------------------------- recomputation, files
 
 
+def test_scales_may_be_fixed(base: Path) -> None:
+    fixed = [f"{x}_quantization_calibration_method=fixed,-224,224" for x in ("act", "weight")]
+    assert run_of(base, "quantization=fp8_full", *fixed).config.numerics.bound == 224
+    assert run_of(base, "quantization=fp8_full").config.numerics.bound is None
+
+
 def test_policies_keep_values_by_name(base: Path) -> None:
     assert run_of(base).remat == "full"
     assert run_of(base, "remat_policy=qkv_proj_offloaded").remat == mtf.Remat(offload=["q", "k", "v"])

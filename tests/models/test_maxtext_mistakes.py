@@ -46,6 +46,10 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "batch as text": ("per_device_batch_size=two", [OWN, "per_device_batch_size=two", "must be a number"]),
     "flag as text": ("scan_layers=yess", [OWN, "scan_layers=yess", "true or false"]),
     "dtype": ("dtype=bf16", [OWN, "dtype=bf16", "bfloat16"]),
+    "scales of operands": (
+        "weight_quantization_calibration_method=fixed,-1,2",
+        [OWN, "weight_quantization_calibration_method=fixed,-1,2", "must be that of activations, absmax"],
+    ),
     "quantization": ("quantization=int5", [OWN, "quantization=int5", "did you mean 'int8'"]),
     "optimizer": ("opt_type=adam", [OWN, "opt_type=adam", "adamw"]),
     "muon": ("opt_type=muon", [OWN, "opt_type=muon", "no Muon"]),

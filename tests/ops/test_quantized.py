@@ -298,3 +298,34 @@ def test_cotangents_may_take_the_wider_range() -> None:
     with mtf.Graph():
         y = mtf.layers.dense(mtf.input("x", [B, K]), N, numerics=full)
     assert y.operation.opdef.name != "einsum"
+
+
+def test_scales_of_bounded_operands_are_fixed() -> None:
+    """No maximum of operands is taken, across devices neither; the cotangent keeps its own scales."""
+    bound = 2.0
+
+    def clipped(v: Array) -> Array:
+        largest, to_grid = TO_GRID["fp8"]
+        unit = bound / largest
+        return to_grid(np.clip(v, -bound, bound) / unit) * unit
+
+    with mtf.Graph():
+        given = operands()
+        y = mtf.quantized_einsum([given["x"], given["w"]], [B, T, H, N], "fp8", bound=bound)
+        dx, dw = mtf.gradients([y], [given["x"], given["w"]], [given["dy"]])
+        forward = mtf.lower({"y": y}, mesh="p:4", layout="k:p")
+        program = mtf.lower({"y": y, "dx": dx, "dw": dw}, mesh="p:2;q:2", layout="batch:p;k:q")
+        with pytest.raises(mtf.GraphError, match="bound must be positive, got 0"):
+            mtf.quantized_einsum([given["x"], given["w"]], [B, T, H, N], bound=0)
+    assert not any(i.opcode == "reduce_max" for i in forward.instructions)
+    assert len(forward.collectives) == 1  # the sum over k
+    fed = values()
+    x, w, dy = fed["x"], fed["w"], fed["dy"]
+    expected = {
+        "y": np.einsum("bthk,khn->bthn", clipped(x), clipped(w)),
+        "dx": np.einsum("bthn,khn->bthk", rounded(dy, (3,), "fp8"), clipped(w)),
+        "dw": np.einsum("bthn,bthk->khn", rounded(dy, (0, 1), "fp8"), clipped(x)),
+    }
+    for executor in ("exact", "fast"):
+        for name, value in mtf.simulate(program, executor=executor).step(fed).items():
+            np.testing.assert_allclose(value, expected[name], rtol=1e-12, atol=1e-12 * np.abs(value).max())

@@ -174,10 +174,12 @@ def _numerics(config: TransformerConfig, missing: list[str]) -> dict[str, Any]:
     if n.slice_dtype is not None and n.slice_dtype != n.variable_dtype:
         missing.append(f"devices store variables in {n.slice_dtype}, which are {n.variable_dtype} otherwise")
     precision = {"default": "", "highest": ""}.get(n.precision, n.precision)
+    limits = "absmax" if n.bound is None else f"fixed,-{n.bound:g},{n.bound:g}"
     return {
         "weight_dtype": n.variable_dtype,
         "dtype": n.activation_dtype or n.variable_dtype,
         "quantization": precision,
+        **dict.fromkeys(("act_quantization_calibration_method", "weight_quantization_calibration_method"), limits),
     }
 
 

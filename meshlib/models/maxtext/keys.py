@@ -176,6 +176,7 @@ READ: Mapping[str, Any] = MappingProxyType(
         "rope_attention_scaling": False,
         # numerics
         "dtype": "bfloat16", "weight_dtype": "float32", "grad_dtype": "float32", "quantization": "",
+        "act_quantization_calibration_method": "absmax", "weight_quantization_calibration_method": "absmax",
         # batch, optimizer
         "per_device_batch_size": 12.0, "max_target_length": 2048, "gradient_accumulation_steps": 1,
         "gradient_clipping_threshold": 1.0, "opt_type": "adamw", "mu_dtype": "",
@@ -245,9 +246,7 @@ EFFECTS: tuple[Effect, ...] = (
            {**_TILES, "tile_batch_seq": 512, "tile_embed_dim": 1024, "tile_mlp_dim": 1024,
             **{f"{w}_tile_{p}_buffer_count": 2 for w in ("wi", "wo") for p in ("fwd", "dlhs", "drhs")},
             **_same("wi_combine_scopes wo_combine_scopes", False)}, "num_experts"),
-    Effect("static scales, for which no maximum is taken", _same(
-        "act_quantization_calibration_method weight_quantization_calibration_method "
-        "bwd_quantization_calibration_method", "absmax"), "quantization"),
+    Effect("fixed scales of cotangents", {"bwd_quantization_calibration_method": "absmax"}, "quantization"),
     Effect("how the axis of the experts splits attention", {"expert_shard_attention_option": "fsdp"},
            "ici_expert_parallelism"),
     Effect(

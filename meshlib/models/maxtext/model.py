@@ -159,7 +159,22 @@ def numerics_of(s: Settings) -> Numerics:
         variable_dtype=weights,
         activation_dtype=dtype,
         precision=QUANTIZATION[s.choice("quantization", tuple(QUANTIZATION))],
+        bound=_bound(s),
     )
+
+
+def _bound(s: Settings) -> float | None:
+    """The magnitude for which scales of quantised operands are fixed; None: they follow the operands."""
+    keys = ("act_quantization_calibration_method", "weight_quantization_calibration_method")
+    of_activations, of_weights = (str(s[key]) for key in keys)
+    if of_activations != of_weights:
+        s.fail(keys[1], f"must be that of activations, {of_activations}")
+    if of_weights == "absmax":
+        return None
+    limits = re.fullmatch(r"fixed,-([0-9.]+),([0-9.]+)", of_weights)
+    if limits is None or limits[1] != limits[2] or not float(limits[1]):
+        s.fail(keys[1], "must be absmax, or fixed with limits of one magnitude, such as fixed,-224,224")
+    return float(limits[1])
 
 
 def _activations(s: Settings) -> tuple[bool, str]:

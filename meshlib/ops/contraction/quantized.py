@@ -1,9 +1,11 @@
-"""Products in eight bits, whole and grouped: operands are quantised dynamically, multiplied on the MXU and rescaled.
+"""Products in eight bits, whole and grouped: operands are quantised, multiplied on the MXU and rescaled.
 
 Each row of an operand along the contracted dims has its own scale: its largest magnitude divided by the largest value
 of the grid. The maximum is taken over the whole row, across devices if it is split, so that no layout changes a result.
-A grouped product has scales per row of the sorted operand, and per column of each group's matrix; in the gradient of
-the matrices, which sums over rows, scales are per column of both operands, shared by all groups.
+With a bound, no maximum is taken: the bound is divided by the largest value of the grid, and larger magnitudes are
+clipped; cotangents keep their own scales. A grouped product has scales per row of the sorted operand, and per column of
+each group's matrix; in the gradient of the matrices, which sums over rows, scales are per column of both operands,
+shared by all groups.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import numpy as np
 
 from hardware.numerics import LARGEST, round_to_eight_bits
 from layouts import Dimension, Shape
-from meshlib.core.arguments import at, choice, items, whole
+from meshlib.core.arguments import POSITIVE, at, bounded, choice, items, whole
 from meshlib.core.dtypes import BFLOAT16, BOOL, FLOAT32, as_dtype
 from meshlib.core.errors import ShapeError
 from meshlib.core.graph import Operation, Tensor, TensorType
@@ -23,6 +25,7 @@ from meshlib.core.opdef import Array, Block, Kind, Work, operation
 from meshlib.ops.building import align, as_dims, build, floats, reducing_factors, tensor
 from meshlib.ops.contraction.einsum import EIGHT_BIT, EINSUM, product_of, product_of_blocks, sides_of
 from meshlib.ops.contraction.ragged import RAGGED_DOT, checked_operands, filled_share, product_by_name, segments
+from meshlib.ops.control.sources import constant_shaped
 from meshlib.ops.control.state import stop_gradient
 from meshlib.ops.pointwise.arithmetic import abs as magnitude
 from meshlib.ops.pointwise.arithmetic import equal, subtract, where
@@ -31,6 +34,7 @@ from meshlib.ops.pointwise.casts import cast
 from meshlib.ops.pointwise.cumulative import cumsum
 from meshlib.ops.pointwise.reductions import reduce_max
 
+Bounds = tuple[float | None, float | None]
 GRADIENTS = {"int8": ("int8",), "fp8": ("fp8", "fp8_e5m2")}
 
 
@@ -49,8 +53,8 @@ def _local(block: Block, a: Array, b: Array, *scales: Array) -> Array:
 def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
     # Straight-through estimator: rounding has slope 1. The products of the gradient are quantised as well.
     grid, of_gradient = op.attrs["precision"], op.attrs["gradient"]
-    grids = of_gradient, grid
-    sides = sides_of(op, lambda z, reached: _quantized([dy, z], reached, grids, grid, of_gradient), dy)
+    grids, bounds = (of_gradient, grid), (None, op.attrs["bounds"][1])
+    sides = sides_of(op, lambda z, reached: _quantized([dy, z], reached, grids, bounds, grid, of_gradient), dy)
     return [*sides, None, None]
 
 
@@ -79,8 +83,9 @@ def quantized_einsum(
     dtype: str = "int8",
     name: str | None = None,
     gradient_dtype: str | None = None,
+    bound: float | None = None,
 ) -> Tensor:
-    """`einsum` of two tensors on the MXU in eight bits, both quantised dynamically.
+    """`einsum` of two tensors on the MXU in eight bits.
 
     With s_a = max over k of |A[b, k]| / m and s_b likewise, m = 127 (int8), 448 (fp8) or 57344 (its gradients in e5m2),
     and q(x) the nearest value of the grid:
@@ -93,10 +98,12 @@ def quantized_einsum(
       name: of the operation, in listings.
       gradient_dtype: grid of the result's cotangent in the products of the gradient: `dtype`, or for "fp8" also
         "fp8_e5m2", which has less precision and a wider range.
+      bound: the largest magnitude of both operands in place of their maxima: s_a = s_b = bound / m. Larger ones are
+        clipped. The cotangent is quantised dynamically.
     Returns: a tensor of the operands' dtype; products are exact, sums float32.
     Gradient: that of the product without rounding; its products are quantised in the same way.
-    Cost: the MXU flops of `einsum` at the chip's rate for the dtype, vector work to quantise and scale, and two
-      maxima, which are reduced over the devices that share a row.
+    Cost: the MXU flops of `einsum` at the chip's rate for the dtype, vector work to quantise and scale, and without a
+      bound two maxima, which are reduced over the devices that share a row.
     Raises: ShapeError as `einsum`, or for a number of tensors other than two; GraphError for another dtype.
     Example:
       >>> import meshlib as mtf
@@ -120,27 +127,38 @@ def quantized_einsum(
     for x in operands:
         if not x.dtype.is_wide_float:
             raise ShapeError(f"{at('quantized_einsum')}: needs float operands, got {x}; cast it with mtf.cast")
-    return _quantized(operands, out, (dtype, dtype), dtype, of_gradient, name)
+    return _quantized(
+        operands, out, (dtype, dtype), (checked_bound(bound, "quantized_einsum"),) * 2, dtype, of_gradient, name
+    )
+
+
+def checked_bound(bound: float | None, what: str) -> float | None:
+    """A bound of operands; GraphError unless it is a positive number or None."""
+    return None if bound is None else bounded(bound, what, "bound", POSITIVE)
 
 
 def _quantized(
     operands: Sequence[Tensor],
     out: Shape,
     grids: tuple[str, str],
+    bounds: Bounds,
     dtype: str,
     of_gradient: str,
     name: str | None = None,
 ) -> Tensor:
     """The product of two operands quantised to `grids`, multiplied on the MXU as `dtype`."""
     scales = [
-        scale_of(x, Shape([d for d in x.shape if d in out]), LARGEST[g]) for x, g in zip(operands, grids, strict=True)
+        scale_of(x, Shape([d for d in x.shape if d in out]), LARGEST[g], bound)
+        for x, g, bound in zip(operands, grids, bounds, strict=True)
     ]
-    attrs = {"shape": out, "precision": dtype, "grids": grids, "gradient": of_gradient}
+    attrs = {"shape": out, "precision": dtype, "grids": grids, "bounds": bounds, "gradient": of_gradient}
     return build(QUANTIZED, [*operands, *scales], attrs, name)
 
 
-def scale_of(x: Tensor, scale_dims: Shape, largest: float) -> Tensor:
-    """The quantisation step of each row of `x` along the dims that `scale_dims` lacks."""
+def scale_of(x: Tensor, scale_dims: Shape, largest: float, bound: float | None = None) -> Tensor:
+    """The quantisation step of each row of `x` along the dims that `scale_dims` lacks; with a bound, of all."""
+    if bound is not None:
+        return constant_shaped(bound / largest, scale_dims, cast(x, FLOAT32) if x.dtype is BFLOAT16 else x)
     peak = reduce_max(magnitude(x), output_shape=scale_dims)
     wide = cast(peak, FLOAT32) if x.dtype is BFLOAT16 else peak
     return where(equal(wide, 0.0), 1.0, wide / largest)  # rows with a NaN have a NaN scale
@@ -218,7 +236,8 @@ def _grouped_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
     grid, of_gradient = op.attrs["precision"], op.attrs["gradient"]
 
     def side(other: Tensor, wanted: Tensor) -> Tensor:
-        attrs = {**op.attrs, "shape": wanted.shape, "grids": (of_gradient, grid)}
+        bounds = (None, op.attrs["bounds"][1])
+        attrs = {**op.attrs, "shape": wanted.shape, "grids": (of_gradient, grid), "bounds": bounds}
         return _grouped(dy, other, begins, ends, attrs)
 
     return [side(b, a), side(a, b), None, None, None, None]
@@ -249,8 +268,8 @@ def _grouped(
     """The product of operands quantised to the grids of `attrs`; the first has the rows."""
     kept_dims = {*attrs["shape"].names, attrs["groups"]}
     scales = [
-        scale_of(x, Shape([d for d in x.shape if d.name in kept_dims]), LARGEST[grid])
-        for x, grid in zip((a, b), attrs["grids"], strict=True)
+        scale_of(x, Shape([d for d in x.shape if d.name in kept_dims]), LARGEST[grid], bound)
+        for x, grid, bound in zip((a, b), attrs["grids"], attrs["bounds"], strict=True)
     ]
     return build(QUANTIZED_RAGGED, [a, b, *scales, begins, ends], attrs, name)
 
@@ -267,13 +286,14 @@ def quantized_grouped_product(
     count: int,
     dtype: str,
     gradient_dtype: str,
+    bound: float | None,
     name: str | None,
 ) -> Tensor:
     """`quantized_ragged_dot` of operands already checked; further arguments as in `grouped_product`."""
     ends = cumsum(sizes, groups)
     attrs = {
         "shape": out, "rows": rows.name, "groups": groups.name, "count": count, "filled": filled, "draws": draws,
-        "precision": dtype, "grids": (dtype, dtype), "gradient": gradient_dtype,
+        "precision": dtype, "grids": (dtype, dtype), "bounds": (bound, bound), "gradient": gradient_dtype,
     }  # fmt: skip
     return _grouped(x, w, subtract(ends, sizes), ends, attrs, name)
 
@@ -290,17 +310,18 @@ def quantized_ragged_dot(
     gradient_dtype: str | None = None,
     mean_rows: float | None = None,
     draws: int | None = None,
+    bound: float | None = None,
     name: str | None = None,
 ) -> Tensor:
-    """`ragged_dot` on the MXU in eight bits, both operands quantised dynamically.
+    """`ragged_dot` on the MXU in eight bits.
 
     Args:
       x, w, sizes, rows, groups, output_shape, mean_rows, draws, name: as in `ragged_dot`.
-      dtype, gradient_dtype: as in `quantized_einsum`.
+      dtype, gradient_dtype, bound: as in `quantized_einsum`.
     Returns: a tensor of the operands' dtype; products are exact, sums float32.
     Gradient: that of the product without rounding; its products are quantised in the same way.
-    Cost: the MXU flops of `ragged_dot` at the chip's rate for the dtype, vector work to quantise and scale, and two
-      maxima, which are reduced over the devices that share a row.
+    Cost: the MXU flops of `ragged_dot` at the chip's rate for the dtype, vector work to quantise and scale, and without
+      a bound two maxima, which are reduced over the devices that share a row.
     Raises: ShapeError for dims that do not fit; GraphError for another dtype.
     Example:
       >>> import meshlib as mtf
@@ -321,4 +342,7 @@ def quantized_ragged_dot(
     row, group, out = checked_operands(what, x, w, sizes, rows, groups, output_shape)
     share = filled_share(what, row, mean_rows)
     drawn = None if draws is None else whole(draws, what, "draws", low=1)
-    return quantized_grouped_product(x, w, sizes, row, group, out, share, drawn, group.size, dtype, of_gradient, name)
+    largest = checked_bound(bound, what)
+    return quantized_grouped_product(
+        x, w, sizes, row, group, out, share, drawn, group.size, dtype, of_gradient, largest, name
+    )
