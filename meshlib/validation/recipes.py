@@ -28,7 +28,7 @@ _CORE: dict[str, int | Tile] = {"scoped_vmem_bytes": 64 << 20}
 # (recipe folder, `Chip` fields that it sets); the first match counts.
 _KERNELS: tuple[tuple[str, dict[str, int | Tile]], ...] = (
     (r"trillium/(Llama3\.1-(8|70)B|Mistral-7B)", _JOINT),
-    (r"trillium/Mixtral-8x7B", {"attention_tile": (2048, 512)}),
+    (r"trillium/Mixtral-8x(7|22)B", {"attention_tile": (2048, 512)}),
     (r"trillium/Gemma3", {"attention_tile": (1024, 1024), "attention_backward_tile": (1024, 1024)}),
     (r"v5p/(Llama4|Llama3\.1|DeepSeek3)", _JOINT | _CORE | {"attention_backward_kernels": 2}),
     (r"v5p/Mixtral", _CORE),

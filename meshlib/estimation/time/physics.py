@@ -51,28 +51,28 @@ class Physics:
     """
 
     product_rate: float = _constant(
-        0.9036, "share of the rate of one product alone",
+        0.9027, "share of the rate of one product alone",
         "operands in other layouts, epilogues in the pipeline, clocks under sustained load",
         FITTED, 0.5, 1.1, 0.9, 0.1,
     )  # fmt: skip
     block_edge: float = _constant(
-        863.5, "rows and columns of a product's block in VMEM",
+        861.8, "rows and columns of a product's block in VMEM",
         "VMEM is shared with what is fetched for the next kernel; operands are read again for each block "
         "(0: the best blocks that half of VMEM allows)",
         FITTED, 256.0, 8192.0, 900.0, 200.0,
     )  # fmt: skip
     score_vpu_ops: float = _constant(
-        7.511, "lane operations per score of fused attention, forward",
+        7.452, "lane operations per score of fused attention, forward",
         "scale, mask, maximum, exponential and sum of a softmax computed in pieces",
         FITTED, 1.0, 20.0, 7.0, 2.0,
     )  # fmt: skip
     early_exposed: float = _constant(
-        0.7544, "share of the time on the wire of a collective beside the core that the core loses",
+        0.735, "share of the time on the wire of a collective beside the core that the core loses",
         "the core starts transfers and adds what arrives; what they take of HBM is counted apart",
         FITTED, 0.0, 1.0, 0.8, 0.15,
     )  # fmt: skip
     slice_jitter: float = _constant(
-        0.01163, "share of a step per doubling of the slices",
+        0.01181, "share of a step per doubling of the slices",
         "slices joined by DCN wait for the slowest of them",
         FITTED, 0.0, 0.1, 0.015, 0.01,
     )  # fmt: skip
