@@ -86,29 +86,6 @@ def test_tables_and_reports_show_the_memory_that_decides() -> None:
     assert 'class="k-added"' in est._repr_html_(), "what compilation adds to the peak, in the bar"
 
 
-def test_tables_and_reports_show_the_memory_that_decides() -> None:
-    """Of a layout whose exact peak fits, and whose compiled step does not."""
-    config = mtf.models.preset("gpt2").replace(layers=2)
-    subject = of_model(config, {"batch": 64, "length": 512}, {}, mtf.XLA_TPU, given_batch=True)
-    memory = planned(subject, Slice("v5e-8"), "fsdp", "fsdp:8", remat="full").memory
-    assert memory is not None
-    capacity = (memory.peak_bytes + memory.needed_bytes) // 2
-    where = Slice("test-8", replace(CHIPS["v5e"], name="test", hbm_bytes=capacity, hbm_reserved_bytes=0))
-    _, plans = plans_of([(subject, [("fsdp", "fsdp:8"), ("data", "data:8")])], where, "full")
-    plans[0] = timed(subject, where, plans[0], WholeRunOptions({}))
-    needs, text = bytes_text(memory.needed_bytes), text_of(subject, where, plans)
-    assert bytes_text(memory.peak_bytes) != needs
-    assert f"memory     needs {needs}* of {bytes_text(capacity)} " in text
-    assert re.search(rf"^1 .* {re.escape(needs)} ! +full +fsdp ", text, re.MULTILINE)
-    assert "needs*" in text
-    est = plans[0].est
-    assert est is not None
-    assert headline(est).startswith(f"Does not fit: needs {needs} of {bytes_text(capacity)} on each device, ")
-    assert est.memory.message.startswith(f"does not fit: each device of test-8 has {bytes_text(capacity)} ({capacity} ")
-    assert needs in str(mtf.scaling(lambda where: est.program, [where]))
-    assert 'class="k-added"' in est._repr_html_(), "what compilation adds to the peak, in the bar"
-
-
 def _note(said: dict[int, str], done: int, total: int, text: str) -> None:
     """Keep what a progress bar shows."""
     said[len(said)] = text
