@@ -314,7 +314,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         with pytest.raises(kind, match=text):
             call()
     for wrong, kind, text in (
-        ({"model_type": "bert"}, mtf.GraphError, "model_type 'bert', none of the"),
+        ({"model_type": "wholly-unlike"}, mtf.GraphError, "model_type 'wholly-unlike', none of the"),
         ({"model_type": "gpt2"}, mtf.CheckpointError, "has no 'n_embd'"),
         (llama_config(rope_scaling={"rope_type": "dynamic"}), mtf.GraphError, "scaled .'dynamic'. in a way"),
         (llama_config(rope_scaling={"rope_type": "yarn"}), mtf.CheckpointError, "no 'max_position_embeddings'"),
