@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+pytest.importorskip("jax", reason="needs JAX: pip install -e '.[jax]'")
+
 import meshlib as mtf
 import meshlib.jax.rows
 from meshlib.jax import step
