@@ -2,7 +2,8 @@
 
 A round of a fixed size takes known layouts first, then neighbours of the leaders (one axis with another role, a factor
 moved, one argument changed), and candidates of the smallest bound scaled by how far those with the same roles and
-arguments have exceeded theirs. The rest, more than half, are those of the smallest bounds, since these decide the gap.
+arguments have exceeded theirs. The rest, more than half, are those of the smallest bounds, since these decide the gap;
+after a few rounds without a better candidate, all are.
 Those are bounded together first, with communication, at a fiftieth of the cost of lowering. Before a candidate is
 lowered, its critical path is computed, too, as long as that improves bounds. Candidates left at the end are bounded
 below, or named as not reached: the certificate says which.
@@ -34,6 +35,7 @@ from meshlib.searching.workers import CandidateBatch, SearchTasks, Workers, usua
 
 BAND = 2  # times the model's error: candidates expected within this of the best are equally promising
 FIRST, ROUND = 2, 8  # candidates in the first round, when no bound excludes anything yet, and in later ones
+PATIENCE = 3  # rounds without a better candidate, after which bounds alone count
 POOL = 2  # closer bounds are computed for this many times the candidates needed
 LEADERS = 3  # the best so far, whose neighbours are examined
 PAYS_SECONDS = 0.1  # work in seconds for which forking processes pays off
@@ -91,6 +93,7 @@ class Search:
         self.plain: dict[int, tuple[int, ...]] = {}  # plainness of the most promising candidates
         self.ranks = {n: rank for rank, n in enumerate(self.order)}
         self.best = float("inf")  # among those that fit
+        self.idle = 0  # rounds since one was better than all before
         numbers: dict[AxisRole, int] = {}  # numbers of roles, because comparing roles is slow
         self.axes = [frozenset((numbers.setdefault(p.role, len(numbers)), p.size) for p in c.parts) for c in space]
         self.roles = [frozenset(role for role, _ in axes) for axes in self.axes]
@@ -118,7 +121,9 @@ class Search:
                 chosen = [n for n in chosen if n in estimated or n not in fresh]
                 for n in chosen:
                     self.outcomes[n] = estimated[n] if n in estimated else self._recalled(n)
+                best = self.best
                 self._learn(chosen)
+                self.idle = self.idle + 1 if self.best == best else 0
                 if fresh:
                     self._write()
                 if self.progress is not None:
@@ -169,12 +174,17 @@ class Search:
         left = [n for n in self.order if n not in self.outcomes and self._may_win(n)]
         most = ROUND if self.values else FIRST
         self._extend(chosen, [n for n in left if n < self.first], most // 2)
+        if self.idle < PATIENCE:
+            self._extend_by_promise(chosen, left, most)
+        self._extend(chosen, sorted(left, key=self.bounds.__getitem__), most)
+        return chosen
+
+    def _extend_by_promise(self, chosen: list[int], left: Sequence[int], most: int) -> None:
+        """Add neighbours of the leaders, then candidates by promise, up to half of a round of `most`."""
         promising = sorted(left, key=self._promise)
         self._extend(chosen, self._neighbours_of_leaders(promising), most // 4)
         near = self._first_that_may_win(promising, chosen, POOL * most // 4)
         self._extend(chosen, sorted(near, key=self._promise), most // 2)
-        self._extend(chosen, sorted(left, key=self.bounds.__getitem__), most)
-        return chosen
 
     def _extend(self, chosen: list[int], among: Iterable[int], most: int) -> None:
         """Add up to `most` candidates that need an estimate."""

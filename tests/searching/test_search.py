@@ -18,6 +18,7 @@ import pytest
 import meshlib as mtf
 from hardware.slices import Slice
 from layouts import LayoutRules
+from meshlib.searching import exploration
 from meshlib.searching.outcomes import ALIKE, BOUNDED, ESTIMATED, NEEDLESS, OPEN, REFUSED, TOO_LARGE
 from meshlib.searching.programs import SearchProblem, problem_of
 from meshlib.searching.result import plainness
@@ -281,6 +282,33 @@ def test_of_the_most_promising_the_plainest_is_estimated_first() -> None:
     )
     (first,) = [o for o in found.outcomes if o.state == ESTIMATED]
     assert str(first.candidate) == "v5e-64 fsdp:64 batch:fsdp;d_model:fsdp?"
+
+
+def test_bounds_alone_count_once_nothing_better_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They decide the gap; until then half of a round are promising ones, whatever their bounds."""
+    rounds: list[tuple[int, bool]] = []  # rounds since the last better one, and whether bounds decided alone
+    choose, promise = exploration.Search._choose, exploration.Search._promise
+    asked: list[int] = []
+
+    def promised(search: exploration.Search, n: int) -> Any:
+        asked.append(n)
+        return promise(search, n)
+
+    def chosen(search: exploration.Search) -> list[int]:
+        asked.clear()
+        numbers = choose(search)
+        rounds.extend([(search.idle, not asked)] if numbers else [])
+        limit = max((search.bounds[n] for n in numbers), default=0.0)
+        left = {n for n in range(len(search.space)) if n not in search.outcomes and search.bounds[n] < limit}
+        assert asked or left <= {*numbers}
+        return numbers
+
+    monkeypatch.setattr(exploration.Search, "_choose", chosen)
+    monkeypatch.setattr(exploration.Search, "_promise", promised)
+    monkeypatch.setattr(exploration, "PATIENCE", 1)
+    mtf.search(network, "v3-32", axes=2, seconds=None, workers=1)
+    assert {alone for _, alone in rounds} == {False, True}
+    assert all(alone == (idle >= 1) for idle, alone in rounds)
 
 
 def test_a_kept_search_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

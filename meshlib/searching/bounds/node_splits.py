@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from layouts import Sharding
 from meshlib.core.compiler import Compiler
 from meshlib.estimation.time.kernel_times import Times
 from meshlib.estimation.time.physics import Physics
@@ -73,7 +72,7 @@ class NodeSplits:
     physics: Physics
     compiler: Compiler
     shared: dict[object, Any] = field(default_factory=dict)
-    _homes: dict[Placed, Sharding] = field(default_factory=dict)
+    _homes: dict[Placed, Sequence[str]] = field(default_factory=dict)
     _known: dict[object, Any] = field(default_factory=dict)
 
     @cached_property
@@ -125,12 +124,13 @@ class NodeSplits:
 
     def home(self, placed: Placed, axis: int) -> str:
         """The dim along which an axis splits a placed value, or WHOLE."""
-        sharding = self._homes.get(placed)
-        if sharding is None:
+        homes = self._homes.get(placed)
+        if homes is None:
             c = self.candidate
-            sharding = self._homes[placed] = c.layout.fitting(placed.shape, c.mesh, placed.scope)
-        name = self.axes[axis][0]
-        return next((d.name for d in placed.shape if name in sharding.of(d.name)), WHOLE)
+            sharding = c.layout.fitting(placed.shape, c.mesh, placed.scope)
+            dim_of = {name: dim for dim in placed.shape.names for name in sharding.of(dim)}
+            homes = self._homes[placed] = [dim_of.get(name, WHOLE) for name, *_ in self.axes]
+        return homes[axis]
 
     # ------------------------------------------------------------ times
 

@@ -20,7 +20,7 @@ from meshlib.estimation.time.physics import Physics
 from meshlib.searching.bounds.collectives import GATHER, REDUCE, SCATTER, Machine, wire_seconds
 from meshlib.searching.bounds.dataflow import Edge, Flow, Node, Placed, Split
 from meshlib.searching.bounds.node_splits import ANY, FREE, KINDS, SUM, WHOLE, NodeSplits, Options, ProductTraffic
-from meshlib.searching.renamed_dims import Passages
+from meshlib.searching.renamed_dims import Names, Passages
 from meshlib.searching.space import Candidate
 
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
@@ -63,13 +63,14 @@ class Batch:
         distinct = list(dict.fromkeys(machines))
         return distinct, np.array([distinct.index(machine) for machine in machines])
 
-    @cached_property
-    def types(self) -> tuple[list[tuple[frozenset[str], int]], Ints]:
-        """The distinct (dims, size) of axes, and the index for [candidate, axis]."""
-        keys = [[(dims, size) for _, dims, size in s.axes] for s in self.splits]
-        numbers: dict[tuple[frozenset[str], int], int] = {}
-        indices = [[numbers.setdefault(key, len(numbers)) for key in own] for own in keys]
-        return list(numbers), np.array(indices, np.int64).reshape(len(keys), -1)
+    def may_split(self, names: Names | None) -> Bools:
+        """Whether [candidate, axis] may split a value along any of these dims, or along any at all."""
+        key = "may split", names
+        may: Bools | None = self._known.get(key)
+        if may is None:
+            each = [[names is None or not names.isdisjoint(dims) for _, dims, _ in s.axes] for s in self.splits]
+            may = self._known[key] = np.array(each, bool).reshape(len(each), -1)
+        return may
 
     @cached_property
     def sizes(self) -> Floats:

@@ -77,11 +77,9 @@ class FlowCollectives:
 
     def _least_bytes(self, sizes: Bytes, axes: Sequence[int], splitting: Bools) -> Floats:
         """Smallest bytes on a device if all other axes split whatever they may; `splitting`: [candidate, axis]."""
-        types, index = self.batch.types
         least = np.full(len(self.batch.candidates), np.inf)
         for names, whole in sizes.items():
-            touches = np.array([names is None or not names.isdisjoint(dims) for dims, _ in types], bool)
-            parts = np.where(touches[index] & splitting, self.batch.sizes, 1.0)
+            parts = np.where(self.batch.may_split(names) & splitting, self.batch.sizes, 1.0)
             parts[:, list(axes)] = 1.0
             least = np.minimum(least, whole / parts.prod(axis=1))
         return least
@@ -253,7 +251,7 @@ class FlowCollectives:
             return np.ones(len(self.batch.candidates), bool)
         options, _ = self.batch.options_of(self.flow.nodes[number])
         given = options.results if operand is None else options.required(operand)
-        some: Bools = np.any(self.usable[number][axis] & np.isin(given, forms, invert=other), axis=1)
+        some: Bools = np.any(self.usable[number][axis] & [(form in forms) is not other for form in given], axis=1)
         return some
 
     def needs(self, edge: Edge) -> list[Bools]:
