@@ -83,6 +83,21 @@ def test_operands_and_results_of_grouped_products_are_stored(width: int, more: i
     assert compiled.layout_bytes == pytest.approx(more * MIB, abs=8192)
 
 
+@pytest.mark.parametrize(("images", "channels", "more"), [(64, 64, 24), (128, 64, 0), (64, 128, 0)])
+def test_no_position_of_an_image_is_in_lanes(images: int, channels: int, more: int) -> None:
+    """Densest are 112 positions in 128 lanes: 16 MiB each for the first result and the second, beside it. Windows slide
+    over these, and 64 images or channels fill half of the lanes: 28 MiB each."""
+    dims = [D("batch", images), D("height", 16), D("width", 112), D("channels", channels)]
+    with mtf.Graph():
+        y = mtf.input("x", dims, "bfloat16")
+        for n in range(2):
+            taps = [D("filter_height", 3), D("filter_width", 3), D("channels", channels), D("channels_out", channels)]
+            y = mtf.conv2d(y, mtf.input(f"w{n}", taps, "bfloat16"))
+            y = mtf.rename_dimension(y, "channels_out", "channels")
+        program = mtf.lower({"y": y})
+    assert memory(program, "v5e-1").compiled.layout_bytes == more * MIB
+
+
 def test_a_step_needs_the_sum_of_its_causes() -> None:
     program = trained(4)
     found = memory(program, "v5e-4")

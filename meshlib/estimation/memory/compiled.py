@@ -3,7 +3,8 @@
 A compiled step of our own program, as `mtf.on_jax` runs it:
 
     layout         operands and results of attention kernels are laid out head by head with features minor: heads of 64
-                   fill half of the 128 lanes; all other values have their densest layout (`tiles`)
+                   fill half of the 128 lanes; no position of an image is in lanes, where windows slide over it; all
+                   other values have their densest layout (`tiles`)
     operands       grouped products are kernels of their own, whose operands and results are stored; those that one
                    kernel computes together overwrite nothing
     accumulators   attention kernels sum gradients of keys and values in float32; so do loops the gradient of a weight
@@ -28,7 +29,7 @@ Levanter and MaxText on v5e; openxla/xla: xla/service/latency_hiding_scheduler.h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
 
@@ -36,10 +37,10 @@ from hardware.memory import padded_bytes
 from meshlib.core.compiler import Compiler
 from meshlib.core.dtypes import FLOAT32
 from meshlib.core.graph import BACKWARD
-from meshlib.core.opdef import Kind, Storage
+from meshlib.core.opdef import Halo, Kind, Role, Storage
 from meshlib.estimation.memory.heap import gap_bytes, live_ranges, peak_bytes
 from meshlib.estimation.work.tiles import tiled_bytes, tiled_value_bytes
-from meshlib.program.analysis.buffers import Buffer
+from meshlib.program.analysis.buffers import START, Buffer
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 from meshlib.program.records import Program, walk
 
@@ -48,6 +49,7 @@ FRAGMENTATION = 0.01  # of everything except variables and slots
 LOOPED_FRAGMENTATION = 0.075  # of temporary buffers, if products are loops over blocks: 6 to 9 %
 LOOPED_FROM = 8  # products are loops if at least this many devices share a gathered weight
 RUN_ADDS_BYTES = 1 << 29  # smallest excess of whole runs over their step; the largest was 5 GiB
+_WINDOWED = (Kind.CONTRACTION, Kind.INDEXED)  # convolutions and pools
 FILE_BYTES = 5 * 10**9  # per file of exported weights: `shard_bytes` of `mtf.sharing.write_weights`
 
 
@@ -56,8 +58,8 @@ class CompiledStepMemory:
     """Bytes of one device used by a compiled step, by cause. Modelled except `buffers_bytes`.
 
     Attributes:
-      buffers_bytes: peak of the program's buffers in tiles; layout_bytes: more for attention's layout, operands and
-        results of grouped products, and accumulators.
+      buffers_bytes: peak of the program's buffers in tiles; layout_bytes: more for layouts of attention and images,
+        operands and results of grouped products, and accumulators.
       casts_bytes, loops_bytes: hoisted casts and looped products under plain jit; 0 for our own program.
       code_bytes, fragmentation_bytes: machine code; gaps between allocations.
       state_bytes: variables and slots; export_bytes: extra memory of an export, 0 without training.
@@ -143,6 +145,7 @@ def _by_heads(i: Instruction, v: Value, itemsize: float) -> int:
 def _beyond_plan(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tuple[Buffer, int]]:
     """Buffers with bytes that the plan does not count."""
     yield from _head_by_head(program, buffers)
+    yield from _of_windows(program, buffers)
     yield from _of_grouped(program, buffers)
     yield from _added_rows(program, buffers)
 
@@ -180,6 +183,36 @@ def _head_by_head(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tup
         wide = max((_by_heads(i, v, v.tensor.dtype.itemsize) for i, v in kernels), default=0)
         if wide > tiled_value_bytes(buffer.owner):
             yield buffer, wide - tiled_value_bytes(buffer.owner)
+
+
+def _of_windows(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tuple[Buffer, int]]:
+    """Buffers of images with the extra bytes of a layout that has another dim in lanes than those of positions."""
+    slid: dict[int, set[str | None]] = {}  # of kernels
+    for i in program.instructions:
+        kind = i.operation.opdef
+        if isinstance(i, Compute) and kind.kind in _WINDOWED and isinstance(kind.lower, Halo) and not kind.scores:
+            factors = (f for f in kind.roles(i.operation) if f.role is Role.HALO)
+            slid.setdefault(i.group, set()).update(n for f in factors for n in (*f.operands, *f.outputs))
+    positions: dict[Value, set[str | None]] = {}
+    for i in program.instructions if slid else ():
+        for v in (*i.inputs, *i.outputs) if i.group in slid else ():
+            positions.setdefault(v, set()).update(slid[i.group])
+    for buffer in (b for b in buffers if positions and b.begin != START):
+        wide = max((_beside_lanes(v, positions[v]) for _, v in buffer.shown if v in positions), default=0)
+        if wide > tiled_value_bytes(buffer.owner):
+            yield buffer, wide - tiled_value_bytes(buffer.owner)
+
+
+def _beside_lanes(v: Value, positions: Container[str | None]) -> int:
+    """Bytes of a value in its densest layout without any of these dims in lanes; 0 if it has no others."""
+    sizes = {d.name: d.size for d in v.local_shape}
+    layouts = [
+        (*(size for n, size in sizes.items() if n not in (row, lane)), sizes[row], sizes[lane])
+        for lane in sizes
+        for row in sizes
+        if row != lane and lane not in positions
+    ]
+    return min((padded_bytes(layout, v.tensor.dtype.itemsize) for layout in layouts), default=0)
 
 
 def _added_rows(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tuple[Buffer, int]]:
