@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
+import meshlib as mtf
 from layouts import Mesh, Sharding, reshard
 from layouts.resharding import elements_sent
+from meshlib.lowering import strategy_costs
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.distances import COLLECTIVE, between, can_become, distances, least_distances
-from tests.effort import some
+from meshlib.lowering.strategy_costs import Pricing, Strategy
+from tests.effort import deep, each, some
+from tests.lowering.pairs import pair
 
 
 def placements(rng: random.Random, count: int) -> list[Sharding]:
@@ -71,3 +77,27 @@ def test_elements_sent_are_those_of_the_plan(seed: int) -> None:
             if can_become(source, target):
                 plan = reshard(source, target, 1)
                 assert elements_sent(source, target) == (plan.sent_bytes, plan.collectives)
+
+
+@each("number", range(300) if deep() else (20, 24, 39))
+def test_strategies_stay_that_stay_by_all_reshards(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of random programs: as if no reshard were only bounded."""
+
+    def exact(placements: Sequence[Sharding], itemsize: float, balance: Balance, asked: np.ndarray) -> tuple[Any, Any]:
+        return distances(placements, itemsize, balance), np.ones_like(asked)
+
+    undominated, kept = Pricing._undominated, list[object]()
+
+    def noted(self: Pricing, strategies: list[Strategy]) -> list[Strategy]:
+        staying = undominated(self, strategies)
+        kept.append([s.choice.assignment for s in staying])
+        return staying
+
+    monkeypatch.setattr(Pricing, "_undominated", noted)
+    drawn = pair(number)
+    mtf.Session(drawn.outputs, drawn.updates).lower(drawn.mesh, drawn.layout)
+    by_bounds = kept.copy()
+    kept.clear()
+    monkeypatch.setattr(strategy_costs, "least_distances", exact)
+    mtf.Session(drawn.outputs, drawn.updates).lower(drawn.mesh, drawn.layout)
+    assert by_bounds == kept
