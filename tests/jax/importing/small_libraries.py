@@ -231,3 +231,34 @@ def hugging_face_flax_bert():
         return -jax.nn.log_softmax(network(tokens, params=params, train=False).logits)[..., 1].mean()
 
     return loss, (network.params, np.arange(24).reshape(4, 6))
+
+
+@model("transformers flax", tokens="batch length")
+def hugging_face_flax_bart():
+    import jax
+    import transformers
+
+    layers = {f"{half}_{what}": n for half in ("encoder", "decoder") for what, n in
+              (("layers", 1), ("attention_heads", 2), ("ffn_dim", 16))}  # fmt: skip
+    config = transformers.BartConfig(vocab_size=24, d_model=8, max_position_embeddings=8, **layers)
+    network = transformers.FlaxBartForConditionalGeneration(config, input_shape=(1, 6))
+
+    def loss(params, tokens):
+        logits = network(tokens, decoder_input_ids=tokens, params=params, train=False).logits
+        return -jax.nn.log_softmax(logits)[..., 1].mean()
+
+    return loss, (network.params, np.arange(24).reshape(4, 6))
+
+
+@model("transformers flax")
+def hugging_face_flax_resnet():
+    import jax
+    import transformers
+
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
+    network = transformers.FlaxResNetForImageClassification(config, input_shape=(1, 16, 16, 3))
+
+    def loss(params, images):
+        return -jax.nn.log_softmax(network(images, params=params, train=False).logits)[:, 1].mean()
+
+    return loss, (network.params, drawn(4, 3, 16, 16))
