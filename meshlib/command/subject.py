@@ -285,7 +285,7 @@ def usual_batch(devices: int, length: int) -> int:
 def usual_length(config: TransformerConfig) -> int:
     """Default tokens of a sequence: 8,192, or the positions of the model in whole tiles (OPT has two more).
 
-    >>> [usual_length(preset("gpt2").replace(max_length=most)) for most in (2050, 514, 100, None)]
+    >>> [usual_length(preset("llama2-7b").replace(max_length=most)) for most in (2050, 514, 100, None)]
     [2048, 512, 100, 8192]
     """
     most = min(LENGTH, config.max_length or LENGTH)
