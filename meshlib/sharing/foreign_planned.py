@@ -182,10 +182,11 @@ def _linear_biases(fields: Fields, biased: bool = True, **more: Any) -> dict[str
 
 
 def _mpt(fields: Fields) -> dict[str, Any]:
-    biased = not fields.get("no_bias", True)
-    if (fields.get("attn_config") or {}).get("alibi", True):
-        return _linear_biases(fields, biased, activation="gelu_exact")
-    return _gpt(fields, **_throughout(biased), activation="gelu_exact")
+    attention = fields.get("attn_config") or {}
+    for name, usual in (("attn_type", "multihead_attention"), ("alibi", True), ("qk_ln", False), ("prefix_lm", False)):
+        if attention.get(name, usual) != usual:
+            raise GraphError(f"{at(WHAT)}: {name} in attn_config is {attention[name]!r:.60}; only {usual!r} is supported")
+    return _linear_biases(fields, not fields.get("no_bias", True), activation="gelu_exact")
 
 
 def _bert(fields: Fields) -> dict[str, Any]:

@@ -222,6 +222,7 @@ def test_windows_of_a_family_are_those_of_its_layers(tmp_path: Path) -> None:
             {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64},
             "width 64 beside experts of 96",
         ),
+        ("mpt", {"attn_config": {"attn_type": "multiquery_attention"}}, "only 'multihead_attention' is supported"),
         ("ernie4_5_moe", {**COUNTED["ernie4_5_moe"][0], "moe_layer_interval": 2}, "only 1 is supported"),
         (
             "qwen2_moe",
