@@ -185,7 +185,8 @@ def _mpt(fields: Fields) -> dict[str, Any]:
     attention = fields.get("attn_config") or {}
     for name, usual in (("attn_type", "multihead_attention"), ("alibi", True), ("qk_ln", False), ("prefix_lm", False)):
         if attention.get(name, usual) != usual:
-            raise GraphError(f"{at(WHAT)}: {name} in attn_config is {attention[name]!r:.60}; only {usual!r} is supported")
+            value = attention[name]
+            raise GraphError(f"{at(WHAT)}: {name} in attn_config is {value!r:.60}; only {usual!r} is supported")
     return _linear_biases(fields, not fields.get("no_bias", True), activation="gelu_exact")
 
 
