@@ -158,12 +158,12 @@ def _of_grouped(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tuple
     sources: dict[Value, Value] = {}  # of aliases
     spans: dict[Value, list[int]] = {}  # of all values: where they are computed, and last read
     grouped: dict[Value, None] = {}
-    for n, i in enumerate(program.instructions):
+    for n, i in enumerate(program.instructions if any(map(_is_grouped, program.instructions)) else ()):
         read = [sources.get(x, x) for x in i.inputs]
         if i.operation.opdef.storage is Storage.ALIAS:
             sources.update(dict.fromkeys(i.outputs, read[0]))
             continue
-        alone = isinstance(i, Compute) and i.operation.opdef.read_share is not None
+        alone = _is_grouped(i)
         for x in read:
             spans.setdefault(x, [n, n])[1] = n if alone else ends[i.group]
         spans.update({y: [n, n] for y in i.outputs})
@@ -173,6 +173,10 @@ def _of_grouped(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tuple
         if v not in own:
             begin, end = spans[v]
             yield Buffer(v, begin, end, []), tiled_value_bytes(v)
+
+
+def _is_grouped(i: Instruction) -> bool:
+    return isinstance(i, Compute) and i.operation.opdef.read_share is not None
 
 
 def _head_by_head(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tuple[Buffer, int]]:
