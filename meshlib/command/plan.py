@@ -59,7 +59,8 @@ def _verdict(subject: Subject, plans: Sequence[PlannedLayout], est: Estimate) ->
     lines += wrapped(f"{bytes_text(memory.peak_bytes)}, most of it {most}", "  peak       ", " ")
     if memory.verdict != "yes":
         safer = _safer(plans, memory)
-        lines += [*_state_line(est), *_remedies(subject, est, recompute=safer is None), *_safer_line(safer)]
+        recompute = safer is None and not _recomputed_in_vain(plans)
+        lines += [*_state_line(est), *_remedies(subject, est, recompute), *_safer_line(safer)]
     lines.append(f"  step       {seconds_text(est.step_seconds)}*, MFU {est.mfu:.1%}*{_rates(subject, est)}")
     shares = sorted(est.bound_seconds.items(), key=lambda item: -item[1])[:3]
     named = ", ".join(f"{name} {seconds / est.step_seconds:.0%}" for name, seconds in shares if seconds)
@@ -90,6 +91,13 @@ def _safer(plans: Sequence[PlannedLayout], best: DeviceMemory) -> PlannedLayout 
     """Beside a best plan that is tight, the fastest of which a whole run fits."""
     others = plans[1:] if best.verdict == "tight" else ()
     return next((plan for plan in others if plan.est is not None and plan.est.memory.verdict == "yes"), None)
+
+
+def _recomputed_in_vain(plans: Sequence[PlannedLayout]) -> bool:
+    """Whether the layout of the best plan, lowered with all recomputed, needs no less."""
+    best, *others = plans
+    full = [p for p in others if (p.name, p.mesh) == (best.name, best.mesh) and p.choices.get("remat") == "full"]
+    return any(p.memory and best.memory and p.memory.needed_bytes >= best.memory.needed_bytes for p in full)
 
 
 def _safer_line(plan: PlannedLayout | None) -> list[str]:

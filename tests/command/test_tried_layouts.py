@@ -20,6 +20,15 @@ from meshlib.core.text import bytes_text
 from meshlib.report.verdict import headline
 
 
+def test_recomputation_that_was_tried_in_vain_is_no_remedy() -> None:
+    config = mtf.models.preset("gpt2").replace(layers=2)
+    subject = of_model(config, {"batch": 8, "length": 256}, {}, mtf.XLA_TPU, given_batch=True)
+    where = Slice("test-8", replace(CHIPS["v5e"], name="test", hbm_bytes=1 << 24, hbm_reserved_bytes=0))
+    kept, full = (planned(subject, where, "fsdp", "fsdp:8", remat=level) for level in ("none", "full"))
+    assert "recompute what the loop keeps" in text_of(subject, where, [kept, full])
+    assert "recompute what the loop keeps" not in text_of(subject, where, [kept, replace(full, memory=kept.memory)])
+
+
 @pytest.mark.parametrize("name", ["gpt2", "mixtral-8x7b", "switch-base-8"])
 def test_no_layout_fits_if_a_plan_does_not(name: str) -> None:
     """Whatever the memory: a plan fits if any layout does, is then as fast as the fastest, else the smallest."""
