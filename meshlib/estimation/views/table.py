@@ -204,7 +204,7 @@ def comparison(a: Estimate, b: Estimate) -> str:
     cells.append(("bound", a.bound, b.bound, "", "modelled"))
     cells.append(("compiler", str(a.compiler), str(b.compiler), "", "assumed"))
     cells.append(("overlap", a.compiler.overlap, b.compiler.overlap, "", "assumed"))
-    cells.append(("fits", "yes" if a.fits else "no", "yes" if b.fits else "no", "", "exact"))
+    cells.append(("fits", "yes" if a.fits else "no", "yes" if b.fits else "no", "", "modelled"))
     titles = [
         line for name, e in (("first:  ", a), ("second: ", b)) for line in wrapped(_title(e), name, ";", width())
     ]  # fmt: skip
