@@ -287,7 +287,7 @@ def _explained(init: Callable[..., None]) -> Callable[..., None]:
         try:
             init(self, *given, **figures)
         except TypeError as fault:
-            name = given[0] if given and given[0] in FIGURES else "v3"
+            name = given[0] if given and isinstance(given[0], str) and given[0] in FIGURES else "v3"
             raise HardwareError(
                 f"a Chip of your own takes all its figures by name ({fault!s:.200}); hardware.CHIPS['{name}'] is a "
                 f"published chip, and dataclasses.replace(hardware.CHIPS['{name}'], name='mine', ...) changes figures"

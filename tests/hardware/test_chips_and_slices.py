@@ -343,7 +343,7 @@ def test_bad_tables_and_lookups():
         CHIPS["v9"]
     assert CHIPS["trillium"] is CHIPS["v6e"]
     assert "trillium" not in CHIPS
-    for args, figures in ((("v3",), {"nam": "v3"}), (("v3",), {}), ((), {"name": "v3"})):
+    for args, figures in ((("v3",), {"nam": "v3"}), (("v3",), {}), ((), {"name": "v3"}), (([],), {})):
         with pytest.raises(
             HardwareError, match=r"all its figures by name \(.*\); hardware\.CHIPS\['v3'\] is a published"
         ):

@@ -281,6 +281,9 @@ def test_scales_may_be_fixed(base: Path) -> None:
     fixed = [f"{x}_quantization_calibration_method=fixed,-224,224" for x in ("act", "weight")]
     assert run_of(base, "quantization=fp8_full", *fixed).config.numerics.bound == 224
     assert run_of(base, "quantization=fp8_full").config.numerics.bound is None
+    torn = [f"{x}_quantization_calibration_method=fixed,-2.2.4,2.2.4" for x in ("act", "weight")]
+    with pytest.raises(mtf.GraphError, match="must be absmax, or fixed with limits of one magnitude"):
+        run_of(base, "quantization=fp8_full", *torn)
 
 
 def test_policies_keep_values_by_name(base: Path) -> None:

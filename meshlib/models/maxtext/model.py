@@ -171,7 +171,7 @@ def _bound(s: Settings) -> float | None:
         s.fail(keys[1], f"must be that of activations, {of_activations}")
     if of_weights == "absmax":
         return None
-    limits = re.fullmatch(r"fixed,-([0-9.]+),([0-9.]+)", of_weights)
+    limits = re.fullmatch(r"fixed,-(\d+(?:\.\d+)?),(\d+(?:\.\d+)?)", of_weights)
     if limits is None or limits[1] != limits[2] or not float(limits[1]):
         s.fail(keys[1], "must be absmax, or fixed with limits of one magnitude, such as fixed,-224,224")
     return float(limits[1])
