@@ -130,7 +130,7 @@ def _read(path: str | os.PathLike[str], name: str | None) -> tuple[TransformerCo
     def fail(fault: str) -> NoReturn:
         raise CheckpointError(f"{WHAT}: {target}: {fault}")
 
-    check_fields(given, PLANNED_SCHEMA if kind in PLANNED else SCHEMAS.get({"mt5": "t5"}.get(kind, kind), SCHEMA), fail)
+    check_fields(given, PLANNED_SCHEMA if kind in PLANNED else SCHEMAS.get(kind, SCHEMA), fail)
     rope = {**(given.get("rope_parameters") or {}), **(given.get("rope_scaling") or {})}
     check_fields(rope, ROPE, fail)
     if kind not in ("gpt2", "t5", "mt5") and (fault_of_heads := _fault_of_heads(given)):
@@ -216,18 +216,15 @@ SCHEMAS: Mapping[str, Schema] = {
         "layer_norm_epsilon": POSITIVE.optional(),
         "activation_function": TEXT.optional(),
     },
-    "t5": {
+    **dict.fromkeys(("t5", "mt5"), {
         **dict.fromkeys(("num_layers", "d_model", "num_heads", "d_kv", "d_ff", "vocab_size"), SIZE),
-        **{
-            name: SIZE.optional()
-            for name in (
-                "num_decoder_layers", "relative_attention_num_buckets", "relative_attention_max_distance",
-            )
-        },
+        "num_decoder_layers": SIZE.optional(),
+        "relative_attention_num_buckets": SIZE.optional(),
+        "relative_attention_max_distance": SIZE.optional(),
         "tie_word_embeddings": FLAG.optional(),
         "layer_norm_epsilon": POSITIVE.optional(),
         "feed_forward_proj": TEXT.optional(),
-    },
+    }),
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Families that are planned from their config.json, but whose weights are not read.
 
-As in `foreign_families`, each function takes the fields of a file, under Llama's names (`foreign_names`), and returns
+As in `foreign_families`, each function takes the fields of a file, under Llama's names (`foreign_keys`), and returns
 the arguments of `TransformerConfig` in which its family differs from Llama. What these models do beyond that costs
 little, and `planned_notes` says it.
 
