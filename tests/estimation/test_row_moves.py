@@ -80,8 +80,8 @@ def test_compilers_of_2025_added_rows_more_slowly() -> None:
     for width, bundles in ADDED_2025.items():
         assert RowSums(65536, width, 65536, True).cycles(CHIPS["v5p"]) / 65536 == pytest.approx(bundles, rel=0.1)
     now, old = (
-        core_cycles(added(4096, "v5p", replace(mtf.XLA_TPU, row_sums=way)), "v5p")
-        for way in ("scatter", "scatter 2025")
+        core_cycles(added(4096, "v5p", replace(mtf.XLA_TPU, row_sums=kind)), "v5p")
+        for kind in ("scatter", "scatter 2025")
     )
     assert old > 3 * now
 

@@ -123,9 +123,10 @@ def bytes_after(program: Program, size: Size, loop: Loop | None = None) -> list[
     end = len(program.instructions)
     change = [0] * (end + 2)
     for b in program.buffers if loop is None else loop.buffers:
-        change[b.begin + 1] += size(b.owner)
+        taken_bytes = size(b.owner)
+        change[b.begin + 1] += taken_bytes
         if b.end < end:
-            change[b.end + 2] -= size(b.owner)
+            change[b.end + 2] -= taken_bytes
     totals = [*accumulate(change)][:-1]
     for n, inner in inside_loops(program, size):
         totals[n + 1] += inner
