@@ -198,6 +198,15 @@ ROPE: Schema = {
     "original_max_position_embeddings": SIZE.optional(),
     "truncate": FLAG.optional(),
 }
+_T5: Schema = {
+    **dict.fromkeys(("num_layers", "d_model", "num_heads", "d_kv", "d_ff", "vocab_size"), SIZE),
+    "num_decoder_layers": SIZE.optional(),
+    "relative_attention_num_buckets": SIZE.optional(),
+    "relative_attention_max_distance": SIZE.optional(),
+    "tie_word_embeddings": FLAG.optional(),
+    "layer_norm_epsilon": POSITIVE.optional(),
+    "feed_forward_proj": TEXT.optional(),
+}
 SCHEMAS: Mapping[str, Schema] = {
     "llama": {
         **dict.fromkeys(("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size"), SIZE),
@@ -216,15 +225,7 @@ SCHEMAS: Mapping[str, Schema] = {
         "layer_norm_epsilon": POSITIVE.optional(),
         "activation_function": TEXT.optional(),
     },
-    **dict.fromkeys(("t5", "mt5"), {
-        **dict.fromkeys(("num_layers", "d_model", "num_heads", "d_kv", "d_ff", "vocab_size"), SIZE),
-        "num_decoder_layers": SIZE.optional(),
-        "relative_attention_num_buckets": SIZE.optional(),
-        "relative_attention_max_distance": SIZE.optional(),
-        "tie_word_embeddings": FLAG.optional(),
-        "layer_norm_epsilon": POSITIVE.optional(),
-        "feed_forward_proj": TEXT.optional(),
-    }),
+    **dict.fromkeys(("t5", "mt5"), _T5),
 }  # fmt: skip
 
 
