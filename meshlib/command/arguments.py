@@ -32,14 +32,8 @@ def parser() -> Parser:
     _plan(_about(under, "plan", questions, "planning:plan"))
     _search(_about(under, "search", "the best mesh and layout of a slice, with a certificate", "planning:search"))
     _report(_about(under, "report", "the plan as one HTML page, with pictures", "planning:report"))
-    _init(
-        _about(
-            under,
-            "init",
-            "write a test for CI: the plan fits, its bytes and dollars keep within a budget",
-            "initial_check:init",
-        )
-    )
+    kept = "write a test for CI: the plan fits, its bytes and dollars keep within a budget"
+    _init(_about(under, "init", kept, "initial_check:init"))
     _serve(_about(under, "serve", "batch and layout of decoding: latency, throughput, price", "serving:serve"))
     for name, text, run in (
         ("explain", "what one core runs, and why it sends; or the collectives of step.hlo.txt", "commands:explain"),

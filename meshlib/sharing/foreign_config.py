@@ -200,9 +200,8 @@ ROPE: Schema = {
 }
 _T5: Schema = {
     **dict.fromkeys(("num_layers", "d_model", "num_heads", "d_kv", "d_ff", "vocab_size"), SIZE),
+    **{f"relative_attention_{name}": SIZE.optional() for name in ("num_buckets", "max_distance")},
     "num_decoder_layers": SIZE.optional(),
-    "relative_attention_num_buckets": SIZE.optional(),
-    "relative_attention_max_distance": SIZE.optional(),
     "tie_word_embeddings": FLAG.optional(),
     "layer_norm_epsilon": POSITIVE.optional(),
     "feed_forward_proj": TEXT.optional(),
