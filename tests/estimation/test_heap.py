@@ -19,6 +19,8 @@ def test_a_large_buffer_does_not_fit_the_hole_of_a_smaller_one() -> None:
     ranges = [LiveRange(*r) for r in (activations, logits, stacks, rows)]
     assert peak_bytes(ranges) == 123 + 225 + 245
     assert gap_bytes(ranges) == 180 == 180 + 123 + 225 + 245 - peak_bytes(ranges)
+    assert gap_bytes(ranges, spare_bytes=180) == 180
+    assert gap_bytes(ranges, spare_bytes=179) == 0, "short of memory: the largest first"
     assert gap_bytes([LiveRange(240 if r == ranges[0] else r.size_bytes, *r[1:]) for r in ranges[:-1]]) == 0
 
 
@@ -50,7 +52,11 @@ def test_gaps_equal_those_of_a_heap_of_single_bytes(seed: int) -> None:
         ranges.append(LiveRange(rng.randint(1, 9), begin, rng.randint(begin + 1, 10)))
     orders = (lambda r: (r.begin, -r.size_bytes)), (lambda r: (r.begin - r.end, -r.size_bytes, r.begin))
     heights = [by_single_bytes(sorted(ranges, key=order)) for order in orders]
-    assert gap_bytes([LiveRange(7, 0, 11), *ranges]) == min(heights) - peak_bytes(ranges)
+    held = [LiveRange(7, 0, 11), *ranges]
+    gaps = min(heights) - peak_bytes(ranges)
+    closed = by_single_bytes(sorted(ranges, key=lambda r: (-r.size_bytes, r.begin - r.end, r.begin)))
+    assert gap_bytes(held) == gap_bytes(held, spare_bytes=gaps) == gaps
+    assert gap_bytes(held, spare_bytes=gaps - 1) == min(gaps, closed - peak_bytes(ranges))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -104,26 +104,29 @@ def compiled_memory(
     casts = _hoisted_casts(program) if plain else 0
     widest, logits = _loops(program) if plain else (0, 0)
     share, stays = (LOOPED_FRAGMENTATION, _stacked(program)) if widest + logits else (FRAGMENTATION, 0)
-    gaps = 0 if plain else gap_bytes(ranges)
-    kernels = len({(id(inside), i.group) for i, inside, _ in walk(program)})
+    code = CODE_BYTES * len({(id(inside), i.group) for i, inside, _ in walk(program)})
     state = sum(tiled_value_bytes(v) for v in program.variables.values() if not v.tensor.on_host)
     trained = [program.variables[n] for n in program.updates if n in program.variables]
     weights = sum(4 * v.tensor.shape.size for v in trained if v.tensor.operation.attrs["trainable"])
 
     def with_loops(loops_bytes: int) -> CompiledStepMemory:
+        allocated = laid + casts + loops_bytes
+        lost = ceil(share * max(0, allocated - state - stays))
+        if not plain:
+            lost += gap_bytes(ranges, capacity_bytes - allocated - code - lost)
         return CompiledStepMemory(
             buffers_bytes=buffers_bytes,
             layout_bytes=laid - buffers_bytes,
             casts_bytes=casts,
             loops_bytes=loops_bytes,
-            code_bytes=CODE_BYTES * kernels,
-            fragmentation_bytes=gaps + ceil(share * max(0, laid + casts + loops_bytes - state - stays)),
+            code_bytes=code,
+            fragmentation_bytes=lost,
             state_bytes=state,
             export_bytes=2 * min(FILE_BYTES, weights),
         )
 
     fastest = with_loops(widest + logits)
-    return fastest if fastest.step_bytes <= capacity_bytes else with_loops(widest)
+    return with_loops(widest) if logits and fastest.step_bytes > capacity_bytes else fastest
 
 
 def _is_attention(i: Instruction) -> bool:

@@ -4,7 +4,8 @@ A buffer keeps one place for as long as it is live, and the next large one may f
 left. Buffers are placed one by one, each into the smallest hole that takes it: in the order of the program, or those
 that are live longest first. The lower of these heaps counts.
 
-Source: openxla/xla: xla/service/heap_simulator/heap_simulator.h (GlobalDecreasingSizeBestFitHeap, its order kTemporal);
+Source: openxla/xla: xla/service/heap_simulator/heap_simulator.h (GlobalDecreasingSizeBestFitHeap, its orders kTemporal
+and kSpatial, and ChooseBestHeapAlgorithm);
 places in the compiler's reports of memory, such as that of GPT-2 large on two slices, whose embedding's gradient of 245
 MiB is on top of a hole of 180 MiB.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -77,18 +79,27 @@ def peak_bytes(ranges: Sequence[LiveRange]) -> int:
     return max(accumulate(change))
 
 
-def gap_bytes(ranges: Sequence[LiveRange]) -> int:
+def gap_bytes(ranges: Sequence[LiveRange], spare_bytes: float = inf) -> int:
     """Height of the heap above the peak. Buffers that are live throughout leave no gaps.
 
-    >>> gap_bytes([LiveRange(3, 0, 4), LiveRange(2, 2, 6), LiveRange(4, 3, 9), LiveRange(4, 5, 7)])
-    3
+    Args:
+      spare_bytes: memory beyond the peak; gaps that exceed it are closed as far as the order by size does so.
+
+    >>> ranges = [LiveRange(3, 0, 4), LiveRange(2, 2, 6), LiveRange(4, 3, 9), LiveRange(4, 5, 7)]
+    >>> gap_bytes(ranges), gap_bytes(ranges, spare_bytes=2)
+    (3, 0)
     """
     last = max((r.end for r in ranges), default=0)
     moving = [r for r in ranges if r.begin > 0 or r.end < last]
     least = SMALL * peak_bytes(moving)
     large = [r for r in moving if r.size_bytes > least]
+    large_bytes = peak_bytes(large)
     orders = (lambda r: (r.begin, -r.size_bytes)), (lambda r: (r.begin - r.end, -r.size_bytes, r.begin))
-    return min(_height(sorted(large, key=order)) for order in orders) - peak_bytes(large)
+    gaps = min(_height(sorted(large, key=order)) for order in orders) - large_bytes
+    if gaps <= spare_bytes:
+        return gaps
+    by_size = sorted(large, key=lambda r: (-r.size_bytes, r.begin - r.end, r.begin))
+    return min(gaps, _height(by_size) - large_bytes)
 
 
 def _height(ranges: Sequence[LiveRange]) -> int:
