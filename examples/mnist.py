@@ -1,6 +1,7 @@
-"""Train the 784-hidden-10 network on handwritten digits, on simulated TPU cores.
+"""Show what a layout makes of a 784-hidden-10 network, and train it on handwritten digits on simulated TPU cores.
 
-    python examples/mnist.py                                       # 2x4 cores of a v3-8, batch and hidden split
+    python examples/mnist.py                                       # 20 steps on 2x4 cores, batch and hidden split
+    python examples/mnist.py --epochs 10                           # train to the end, on MNIST where it can be had
     python examples/mnist.py --mesh data:8 --layout "batch:data"   # data-parallel instead
     python examples/mnist.py --mesh model:8 --layout "hidden:model" --precision float32
     python examples/mnist.py --on jax --mesh data:1                # on the devices that JAX has, as many as the mesh
@@ -54,45 +55,49 @@ def build(args: argparse.Namespace) -> tuple[mtf.Program, mtf.Program]:
 
 def right(outputs: dict[str, np.ndarray], batch: dict[str, np.ndarray]) -> dict[str, float]:
     """The number of correct answers; images that pad the last batch do not count."""
-    found = batch["mask"] @ (outputs["logits"].argmax(axis=1) == batch["labels"])
-    return {"accuracy": float(found), "count": float(batch["mask"].sum())}
+    correct = batch["mask"] @ (outputs["logits"].argmax(axis=1) == batch["labels"])
+    return {"accuracy": float(correct), "count": float(batch["mask"].sum())}
 
 
 def train(args: argparse.Namespace) -> None:
-    """Lower, train, evaluate, and show what the layout made of the program."""
+    """Lower, show what the layout made of the program, train, and evaluate."""
     training, evaluation = build(args)
     sim = runner(training, args)
-    digits = load_digits(args.data, seed=args.seed)
-    print(f"data: {digits.source}")
     print(f"slice: {sim.slice}" if args.on == "simulation" else f"devices: {sim}")
     print(f"mesh: {training.mesh}; layout: {training.layout or '(none)'}; matmul operands: {args.precision}")
     for note in training.notes:
         print(f"note: {note}")
-    data = mtf.data.arrays({"images": digits.train_images, "labels": digits.train_labels})
-    data = data.shuffle(args.seed).batch(args.batch).repeat()
-    test = mtf.data.arrays({"images": digits.test_images, "labels": digits.test_labels}).batch(args.batch, "pad")
-    trained = mtf.train(
-        sim,
-        data,
-        args.epochs * data.per_epoch,
-        evaluation=mtf.Evaluation(program=evaluation, data=test, every=data.per_epoch, measure=right),
-        best="accuracy",
-        better="higher",
-        log_every=data.per_epoch,
-        folder=args.folder,
-        report=Lines(data.per_epoch),
-    )
-    if args.plot:
-        trained.history.plot(args.plot)
     print("\ncollectives of one training step\n" + mtf.collectives_table(training.collectives))
     print(f"\n{training.memory}")
-    if args.on == "jax":
-        print(f"\n{sim}")
     if sim.slice is not None:
         hbm = sim.slice.usable_hbm_bytes_per_device
         print(
             f"HBM of one core of {sim.slice.name}: {hbm} bytes; the peak takes {training.memory.peak_bytes / hbm:.2%}"
         )
+    digits = load_digits(args.data, download=args.epochs is not None, seed=args.seed)
+    print(f"\ndata: {digits.source}")
+    data = mtf.data.arrays({"images": digits.train_images, "labels": digits.train_labels})
+    data = data.shuffle(args.seed).batch(args.batch).repeat()
+    test = mtf.data.arrays({"images": digits.test_images, "labels": digits.test_labels}).batch(args.batch, "pad")
+    steps = args.steps if args.epochs is None else args.epochs * data.per_epoch
+    every = min(steps, data.per_epoch)
+    trained = mtf.train(
+        sim,
+        data,
+        steps,
+        evaluation=mtf.Evaluation(program=evaluation, data=test, every=every, measure=right),
+        best="accuracy",
+        better="higher",
+        log_every=every,
+        folder=args.folder,
+        report=Lines(data.per_epoch),
+    )
+    if args.plot:
+        trained.history.plot(args.plot)
+    if args.on == "jax":
+        print(f"\n{sim}")
+    if args.epochs is None:
+        print("--epochs 10 trains to the end; another --layout changes the collectives, not the results")
 
 
 PRECISIONS = {"bfloat16": "default", "float32": "highest"}
@@ -105,7 +110,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--hidden", type=int, default=1024, help="size of the hidden layer")
     parser.add_argument("--batch", type=int, default=128, help="examples in one step, all cores together")
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=20, help="steps of training, without --epochs")
+    parser.add_argument("--epochs", type=int, help="train so many times over all digits, MNIST where it can be had")
     parser.add_argument("--mesh", default="rows:2;cols:4", help="axes and sizes of the logical mesh")
     parser.add_argument("--layout", default="batch:rows;hidden:cols", help="dim:axis rules")
     parser.add_argument(
@@ -119,7 +125,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_device_flags(parser)
     args = parser.parse_args(argv)
     check_device_flags(parser, args)
-    check_least(parser, args, hidden=1, batch=1, epochs=1, seed=0)
+    check_least(parser, args, hidden=1, batch=1, steps=1, epochs=1, seed=0)
     return args
 
 

@@ -304,7 +304,8 @@ else:
         @staticmethod
         def find_spec(module: str, path: object = None, target: object = None) -> None:
             package, _, name = module.rpartition(".")
-            if package.partition(".")[0] == __name__:
+            caller = _sys._getframe(2).f_code.co_name  # an import; find_spec of tools gets None from every finder
+            if package.partition(".")[0] == __name__ and caller == "_find_and_load_unlocked":
                 try:
                     getattr(_sys.modules[package], name)
                 except AttributeError as fault:

@@ -25,7 +25,7 @@ def line(text: str) -> None:
 
 
 class Lines:
-    """A line for each epoch of `mtf.train`: loss, speed, and result of the evaluation."""
+    """A line for each evaluation of `mtf.train`: epoch or step, loss, speed, and accuracy."""
 
     def __init__(self, per_epoch: int) -> None:
         self.per_epoch = per_epoch
@@ -36,18 +36,16 @@ class Lines:
         if "eval_accuracy" not in row:
             self.row = row
             return
-        epoch, rate = row["step"] // self.per_epoch, self.row["examples_per_second"]
-        line(
-            f"epoch {epoch:>2}  loss {self.row['loss']:.4f}  test accuracy {row['eval_accuracy']:.2%}  "
-            f"({rate:,.0f} examples/s)"
-        )
+        epoch, rest = divmod(row["step"], self.per_epoch)
+        when, rate = f"step {row['step']:>2}" if rest else f"epoch {epoch:>2}", self.row["examples_per_second"]
+        line(f"{when}  loss {self.row['loss']:.4f}  test accuracy {row['eval_accuracy']:.2%}  ({rate:,.0f} examples/s)")
 
 
 def check_least(parser: argparse.ArgumentParser, args: argparse.Namespace, **least: int) -> None:
-    """Exit with one clear message if a flag is below its minimum."""
+    """Exit with one clear message if a flag that is given, or has a default, is below its minimum."""
     for name, low in least.items():
-        if getattr(args, name) < low:
-            parser.error(f"--{name.replace('_', '-')} must be at least {low}, got {getattr(args, name)}")
+        if (value := getattr(args, name)) is not None and value < low:
+            parser.error(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
 
 
 def counts(text: str) -> list[int]:

@@ -19,6 +19,7 @@ from layouts.step_kinds import STEP_KINDS, StepKind
 from meshlib.core.graph import Operation, Tensor, TensorType
 from meshlib.core.loop_record import LoopRecord
 from meshlib.core.opdef import Work
+from meshlib.core.text import clipped
 from meshlib.program.exchanges import Exchange, Margin, busiest_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from meshlib.program.records import Program
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, repr=False)
 class Value:
     """A tensor under one sharding: the result of an instruction. Compared by identity.
 
@@ -79,6 +80,9 @@ class Value:
         beside = f" with {', '.join(map(str, self.margins))}" if self.margins else ""
         return f"{self.tensor.dtype}{self.sharding}{beside}"
 
+    def __repr__(self) -> str:
+        return clipped(f"<Value {self.tensor.name}: {self}>")
+
 
 @dataclass(frozen=True, slots=True)
 class Reason:
@@ -100,7 +104,7 @@ class Transfer(NamedTuple):
     reason: Reason
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Instruction:
     """One instruction. `group` is its fusion group: values used only inside one group never reach HBM."""
 
@@ -109,6 +113,10 @@ class Instruction:
     outputs: tuple[Value, ...]
     region: str
     group: int = field(default=-1, kw_only=True)
+
+    def __repr__(self) -> str:
+        operands, results = (", ".join(v.tensor.name for v in values) for values in (self.inputs, self.outputs))
+        return clipped(f"<{type(self).__name__} {self.opcode}: {operands} -> {results or self.scope}>")
 
     @property
     def opcode(self) -> str:
@@ -154,12 +162,12 @@ class Instruction:
         return copy
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Resident(Instruction):
     """A value that exists before the first instruction: an input or a variable."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Compute(Instruction):
     """An operation on local blocks.
 
@@ -205,7 +213,7 @@ class Compute(Instruction):
         return busiest_bytes((e, 1) for e in self.exchanges) if self.exchanges else 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Move(Instruction):
     """A step of a reshard: a collective or a local slice, with one step and one Reason per operand.
 
@@ -247,7 +255,7 @@ class Move(Instruction):
         return [Transfer(*part) for part in zip(self.steps, self.inputs, self.reasons, strict=True)]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Widen(Move):
     """Adds a margin along one dim to the blocks of its operand, for all consumers that need a halo there.
 
@@ -267,7 +275,7 @@ class Widen(Move):
         return (Exchange(step.kind, step.axes, step.dim, 0, step.payload_bytes, self.by_block),)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Loop(Instruction):
     """A Program run `trips` times, or while `going` is true; `body.inputs` are in the order of the operands.
 
@@ -374,7 +382,7 @@ def _axes_of(body: Program) -> set[str]:
     return axes.union(*(_axes_of(i.body) for i in body.instructions if isinstance(i, Loop)))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Commit(Instruction):
     """Writes the new value of a variable to the state at the end of the step."""
 

@@ -5,6 +5,7 @@ Source of the names: tensorflow/mesh, mesh_tensorflow/ (its modules, ops.py, lay
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from types import ModuleType
 
@@ -184,6 +185,11 @@ def test_imports_of_names_are_answered(line: str, text: str) -> None:
         return
     with pytest.raises(ImportError, match=re.escape(text)):
         exec(line, {})
+
+
+@pytest.mark.parametrize("module", ["meshlib.transformer", "meshlib.layerz", "meshlib.layers.einsum"])
+def test_tools_that_look_for_a_module_find_none(module: str) -> None:
+    assert importlib.util.find_spec(module) is None
 
 
 def test_operations_are_names_of_meshlib_itself() -> None:

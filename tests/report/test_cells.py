@@ -83,6 +83,7 @@ def test_records_have_short_reprs() -> None:
     """Fields that have their defaults are left out, and long collections counted."""
     program, est = shown()["Program"], shown()["Estimate"]
     records = (est.plan, est.schedule, est.rows[0], program.memory_plan, program.collectives[0], program.compiler)
+    records += (*program.instructions, *(v for i in program.instructions for v in i.outputs))
     assert [repr(record) for record in records if len(repr(record)) > LONGEST] == []
     assert repr(mtf.layers.Routing(top_k=1)) == "Routing(top_k=1)"
     assert repr(est.plan) == f"UnitPlan(units=<{len(est.plan.units)} entries>)"

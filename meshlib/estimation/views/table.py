@@ -186,6 +186,7 @@ def comparison(a: Estimate, b: Estimate) -> str:
         ("HBM bytes", "bytes", a.hbm_bytes, b.hbm_bytes, "exact"),
         ("sent bytes", "bytes", a.sent_bytes, b.sent_bytes, "exact"),
         ("memory needed", "bytes", a.memory.needed_bytes, b.memory.needed_bytes, "modelled"),
+        ("  in a whole run", "bytes", a.memory.run_bytes, b.memory.run_bytes, "modelled"),
         ("peak memory", "bytes", a.memory.peak_bytes, b.memory.peak_bytes, "exact"),
         *((f"  {k}", "bytes", a.memory.by_kind[k], b.memory.by_kind[k], "exact") for k in kinds),
     ]
@@ -204,7 +205,7 @@ def comparison(a: Estimate, b: Estimate) -> str:
     cells.append(("bound", a.bound, b.bound, "", "modelled"))
     cells.append(("compiler", str(a.compiler), str(b.compiler), "", "assumed"))
     cells.append(("overlap", a.compiler.overlap, b.compiler.overlap, "", "assumed"))
-    cells.append(("fits", "yes" if a.fits else "no", "yes" if b.fits else "no", "", "modelled"))
+    cells.append(("fits", a.memory.verdict, b.memory.verdict, "", "modelled"))
     titles = [
         line for name, e in (("first:  ", a), ("second: ", b)) for line in wrapped(_title(e), name, ";", width())
     ]  # fmt: skip
