@@ -83,6 +83,22 @@ def test_operands_and_results_of_grouped_products_are_stored(width: int, more: i
     assert compiled.layout_bytes == pytest.approx(more * MIB, abs=8192)
 
 
+def test_operands_of_kernels_before_a_grouped_product_are_free_after_them() -> None:
+    """Gate and input of a layer, 8 MiB each, end where its second product begins: its result of 16 MiB in bfloat16,
+    which is 32 MiB in float32, is not beside them. In the plan these and the 32 MiB are in one group."""
+    rows, groups, d, f = D("rows", 4096), D("groups", 4), D("d", 2048), D("f", 1024)
+    with mtf.Graph():
+        x, sizes = mtf.input("x", [rows, d], "bfloat16"), mtf.input("sizes", [groups], "int32")
+        wi, wo = (mtf.input(name, [groups, d, f], "bfloat16") for name in ("wi", "wo"))
+        gate, linear = mtf.ragged_dot(x, wi, sizes, rows, groups), mtf.ragged_dot(x, wo, sizes, rows, groups)
+        y = mtf.ragged_dot(mtf.silu(gate) * linear, wo, sizes, rows, groups)
+        program = mtf.lower({"z": mtf.cast(mtf.square(y), "float32")})
+    compiled = memory(program, "v5e-1").compiled
+    inputs = sum(v.local_bytes for v in program.inputs.values())
+    assert compiled.buffers_bytes == pytest.approx(inputs + (8 + 8 + 32) * MIB, abs=8192)
+    assert compiled.buffers_bytes + compiled.layout_bytes == pytest.approx(inputs + (16 + 32) * MIB, abs=8192)
+
+
 @pytest.mark.parametrize(("images", "channels", "more"), [(64, 64, 24), (128, 64, 0), (64, 128, 0)])
 def test_no_position_of_an_image_is_in_lanes(images: int, channels: int, more: int) -> None:
     """Densest are 112 positions in 128 lanes: 16 MiB each for the first result and the second, beside it. Windows slide

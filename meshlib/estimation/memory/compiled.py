@@ -37,10 +37,11 @@ from hardware.memory import padded_bytes
 from meshlib.core.compiler import Compiler
 from meshlib.core.dtypes import FLOAT32
 from meshlib.core.graph import BACKWARD
-from meshlib.core.opdef import Halo, Kind, Role, Storage
+from meshlib.core.opdef import Halo, Kind, Role
+from meshlib.estimation.memory.grouped import earlier_ends, more_buffers
 from meshlib.estimation.memory.heap import gap_bytes, live_ranges, peak_bytes
 from meshlib.estimation.work.tiles import tiled_bytes, tiled_value_bytes
-from meshlib.program.analysis.buffers import START, Buffer
+from meshlib.program.analysis.buffers import START, Buffer, MemoryPlan
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 from meshlib.program.records import Program, walk
 
@@ -99,7 +100,7 @@ def compiled_memory(
       buffers_bytes: peak of the program's buffers in tiles; capacity_bytes: HBM available to programs.
     """
     plain = compiler.partitioner == "gspmd"
-    ranges = [*live_ranges(program, tiled_value_bytes, _sums_of(program), _beyond_plan)]
+    ranges = [*live_ranges(program, tiled_value_bytes, _sums_of(program), _beyond_plan, earlier_ends)]
     laid = max(peak_bytes(ranges), buffers_bytes)
     casts = _hoisted_casts(program) if plain else 0
     widest, logits = _loops(program) if plain else (0, 0)
@@ -145,41 +146,12 @@ def _by_heads(i: Instruction, v: Value, itemsize: float) -> int:
     return padded_bytes((*(size for n, size in sizes.items() if n not in last), *(sizes[n] for n in last)), itemsize)
 
 
-def _beyond_plan(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tuple[Buffer, int]]:
+def _beyond_plan(program: Program, plan: MemoryPlan) -> Iterator[tuple[Buffer, int]]:
     """Buffers with bytes that the plan does not count."""
-    yield from _head_by_head(program, buffers)
-    yield from _of_windows(program, buffers)
-    yield from _of_grouped(program, buffers)
-    yield from _added_rows(program, buffers)
-
-
-def _of_grouped(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tuple[Buffer, int]]:
-    """Operands and results of grouped products without a buffer of their own, while they are live: those that the plan
-    computes inside the kernels that read or write them, and those that overwrite others."""
-    own = {b.owner for b in buffers}
-    ends = {i.group: n for n, i in enumerate(program.instructions)}
-    sources: dict[Value, Value] = {}  # of aliases
-    spans: dict[Value, list[int]] = {}  # of all values: where they are computed, and last read
-    grouped: dict[Value, None] = {}
-    for n, i in enumerate(program.instructions if any(map(_is_grouped, program.instructions)) else ()):
-        read = [sources.get(x, x) for x in i.inputs]
-        if i.operation.opdef.storage is Storage.ALIAS:
-            sources.update(dict.fromkeys(i.outputs, read[0]))
-            continue
-        alone = _is_grouped(i)
-        for x in read:
-            spans.setdefault(x, [n, n])[1] = n if alone else ends[i.group]
-        spans.update({y: [n, n] for y in i.outputs})
-        if alone:
-            grouped.update(dict.fromkeys((*read, *i.outputs)))
-    for v in grouped:
-        if v not in own:
-            begin, end = spans[v]
-            yield Buffer(v, begin, end, []), tiled_value_bytes(v)
-
-
-def _is_grouped(i: Instruction) -> bool:
-    return isinstance(i, Compute) and i.operation.opdef.read_share is not None
+    yield from _head_by_head(program, plan.buffers)
+    yield from _of_windows(program, plan.buffers)
+    yield from more_buffers(program, plan)
+    yield from _added_rows(program, plan.buffers)
 
 
 def _head_by_head(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tuple[Buffer, int]]:
