@@ -300,6 +300,11 @@ def _config(name: str) -> tuple[TransformerConfig, str]:
         file, colon, function = name.partition(":")
         if Path(f"{file}.py").is_file():
             raise GraphError(f"no model {name!r}; did you mean '{file}.py{colon}{function}'?")
+        if Path(name).is_file():
+            raise GraphError(
+                f"{name} is no description of a model that is read: Hugging Face's config.json, MaxText's base.yml, "
+                "FILE.py[:function]; meshlib models lists presets"
+            )
         if beside := nearest_file(name):
             raise GraphError(f"no file {name}{beside}")
         hint = nearest(name.rpartition("/")[2], [*PRESETS, *IMAGE_PRESETS]) or ";"

@@ -32,11 +32,11 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
 
     Llama 2 to 4, Mistral, Mixtral, Gemma 1 to 4, Qwen 2 and 3 with their experts, DeepSeek 2 and 3, Kimi K2, GPT-OSS,
     OLMo 2 and 3, OLMoE, Phi 3 and 4, GPT-2 and T5; to be planned, but without their weights, the families of
-    `meshlib.sharing.foreign_planned`: Baichuan, BERT, BLOOM, Cohere, DBRX, ERNIE 4.5, EXAONE, Falcon, GLM 3 and 4,
-    GPT-J, GPT-Neo and NeoX, Granite, InternLM, MiniCPM, MiniMax M2, MPT, Nemotron, OLMo 1, OPT, Phi 1 and 2, Phi-MoE,
-    Qwen 1 and 2 with experts, RoBERTa, Seed-OSS, SmolLM 3, StableLM, StarCoder and others. Of multimodal models it is
-    the text model, where that is of one of these families, with a name that ends in "-text". `config_notes` lists
-    the features of a file that the result leaves out.
+    `meshlib.sharing.foreign_planned`: Baichuan, BART, BERT, BLOOM, Cohere, DBRX, ERNIE 4.5, EXAONE, Falcon, GLM 3
+    and 4, GPT-J, GPT-Neo and NeoX, Granite, InternLM, M2M-100, Marian, mBART, MiniCPM, MiniMax M2, ModernBERT, MPT,
+    Nemotron, OLMo 1, OPT, Pegasus, Phi 1 and 2, Phi-MoE, Qwen 1 and 2 with experts, RoBERTa, Seed-OSS, SmolLM 3,
+    StableLM, StarCoder and others. Of multimodal models it is the text model, where that is of one of these families,
+    with a name that ends in "-text". `config_notes` lists the features of a file that the result leaves out.
 
     Args:
       path: the file, or its folder.
@@ -76,9 +76,10 @@ def config_notes(path: str | os.PathLike[str]) -> list[str]:
 
 def _check_kind(kind: str, target: object) -> None:
     if kind in ABSENT:
-        text = "; plan its text model, a config.json of its own" if ABSENT[kind].endswith("tower") else ""
+        text = "its text model, a config.json of its own, or " if ABSENT[kind].endswith("tower") else ""
         raise GraphError(
-            f"{at(WHAT)}: {target} has model_type {kind!r:.40}: {ABSENT[kind]}; this library has none{text}"
+            f"{at(WHAT)}: {target} has model_type {kind!r:.40}: {ABSENT[kind]}, which no config here expresses; plan "
+            f"{text}a function that computes it in JAX: meshlib plan FILE.py:FUNCTION"
         )
     known = (*_KINDS, *FAMILIES, *PLANNED)
     if kind not in known:
@@ -91,7 +92,7 @@ def _check_kind(kind: str, target: object) -> None:
 def _remedy_of(kind: str, known: Collection[str]) -> str:
     """What to do with a config of an unknown type."""
     if kind in IMAGES:
-        return "; classifiers of images are presets, such as 'resnet-50' or 'vit-b-16'"
+        return "; classifiers of images are presets whose sizes --set changes: meshlib plan vit-b-16, or resnet-50"
     return f"{nearest(kind, known)}; if it computes as one of them, give its type in a copy, with the fields of that"
 
 
@@ -114,7 +115,9 @@ def _read(path: str | os.PathLike[str], name: str | None) -> tuple[TransformerCo
     place = Path(path) if isinstance(path, str | os.PathLike) else path
     if isinstance(place, Path) and place.is_dir():
         place = place / "config.json"
-    given, target = read_json(place, WHAT, CheckpointError, "a config.json with a model_type", {"model_type": TEXT})
+    given, target = read_json(
+        place, WHAT, CheckpointError, "Hugging Face's config.json with a model_type", {"model_type": TEXT}
+    )
     kind, called = given["model_type"], name or _name_of(Path(target)) or str(given["model_type"])
     towers: list[str] = []
     if text_kind := _kind_of_text(given):

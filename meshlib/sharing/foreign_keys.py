@@ -10,11 +10,13 @@ from typing import Any
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "hidden_size": ("n_embd", "n_embed", "d_model", "dim"),
-        "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
-        "num_attention_heads": ("n_head", "num_heads", "n_heads"),
+        "num_hidden_layers": ("n_layer", "num_layers", "n_layers", "decoder_layers"),
+        "num_attention_heads": ("n_head", "num_heads", "n_heads", "decoder_attention_heads"),
         "num_key_value_heads": ("multi_query_group_num", "attn_config.kv_n_heads"),
         "head_dim": ("kv_channels",),
-        "intermediate_size": ("ffn_dim", "ffn_hidden_size", "n_inner", "hidden_dim", "ffn_config.ffn_hidden_size"),
+        "intermediate_size": (
+            *("ffn_dim", "ffn_hidden_size", "n_inner", "hidden_dim", "decoder_ffn_dim", "ffn_config.ffn_hidden_size"),
+        ),
         "vocab_size": ("padded_vocab_size",),
         "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length"),
         "rms_norm_eps": ("layernorm_epsilon", "layer_norm_epsilon"),

@@ -32,7 +32,8 @@ Fields = Mapping[str, Any]
 _LOCAL = "num_local_experts", "intermediate_size"
 _FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "scale_emb", "scale_depth")
 _FOUR_TIMES = ("falcon", "bloom", "mpt", "gptj", "codegen", "gpt_neo", "gpt_bigcode")  # d_ff over d_model
-_UNBIASED_NORMS = ("cohere", "cohere2", "dbrx", "mpt", "olmo")
+_UNBIASED_NORMS = ("cohere", "cohere2", "dbrx", "modernbert", "mpt", "olmo")
+_TWO_STACKS = ("bart", "mbart", "marian", "m2m_100", "pegasus")
 # Activations that this library lacks -> the nearest one, and what they are.
 _NEAREST: Mapping[object, tuple[str, str]] = MappingProxyType(
     {
@@ -56,6 +57,9 @@ PLANNED_SCHEMA: Schema = {
     **{name: COUNT.optional() for name in ("moe_num_shared_experts", "moe_layer_start_index", "moe_layer_interval")},
     **{name: COUNT.optional() for name in ("num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn")},
     **{name: SIZE.optional() for name in ("word_embed_proj_dim", "window_size", "shared_intermediate_size")},
+    **{name: SIZE.optional() for name in ("encoder_layers", "encoder_attention_heads", "encoder_ffn_dim")},
+    **{name: SIZE.optional() for name in ("local_attention", "global_attn_every_n_layers")},
+    **{name: POSITIVE.optional() for name in ("global_rope_theta", "local_rope_theta")},
     "type_vocab_size": COUNT.optional(),
     "clip_qkv": NUMBER.optional(),
     "attn_config": RECORD.optional(),
@@ -67,6 +71,8 @@ PLANNED_SCHEMA: Schema = {
 def completed(fields: Fields, kind: str) -> Fields:
     """The fields of a family under Llama's names, with the defaults that files leave out."""
     given = under_names_of_llama(fields)
+    if kind in _TWO_STACKS:
+        given["num_hidden_layers"] = fields.get("decoder_layers")
     if kind == "falcon":
         grouped = given.get("num_kv_heads") if given.get("new_decoder_architecture") else 1
         if grouped == 1 and not given.get("multi_query", True):
@@ -198,6 +204,29 @@ def _bert(fields: Fields) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def _modernbert(fields: Fields) -> dict[str, Any]:
+    near = (fields.get("local_attention") or 128) // 2 + 1  # tokens on each side, and the token itself
+    return {
+        **_layer_norm(fields), **_throughout(fields.get("attention_bias")), "kind": "encoder", "tied": _tied(fields),
+        "embedding_norm": True, "head": "transform", "rope_theta": float(fields.get("global_rope_theta") or 160_000),
+        "local_rope_theta": float(fields.get("local_rope_theta") or 10_000),
+        "windows": (None, *[near] * ((fields.get("global_attn_every_n_layers") or 3) - 1)),
+    }  # fmt: skip
+
+
+def _encoder_decoder(fields: Fields, norm_position: str, embedding_norm: bool) -> dict[str, Any]:
+    """BART and its kin: two stacks with layer norms, biases, and positions that are added to the embeddings."""
+    for name in ("attention_heads", "ffn_dim"):
+        if (own := fields.get(f"encoder_{name}")) != (other := fields[f"decoder_{name}"]):
+            raise GraphError(
+                f"{at(WHAT)}: encoder_{name} is {own}, decoder_{name} {other}; this library has one for both"
+            )
+    return _gpt(
+        fields, kind="encoder-decoder", encoder_layers=fields["encoder_layers"], position="sinusoidal",
+        norm_position=norm_position, embedding_norm=embedding_norm, scale_embedding=bool(fields.get("scale_embedding")),
+    )  # fmt: skip
+
+
 def _dense_latent(fields: Fields) -> dict[str, Any]:
     """Latent attention as in DeepSeek 2, and no experts (MiniCPM 3)."""
     value_dim = fields.get("v_head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
@@ -252,6 +281,9 @@ PLANNED: Mapping[str, Callable[[Fields], dict[str, Any]]] = MappingProxyType(
         "arcee": lambda f: {"gated": False},
         "baichuan": lambda f: {} if f.get("max_position_embeddings") else {"position": "none"},  # 7B, 13B
         **dict.fromkeys(("bert", "camembert", "distilbert", "roberta", "xlm-roberta"), _bert),
+        "bart": lambda f: _encoder_decoder(f, "post", True), "mbart": lambda f: _encoder_decoder(f, "pre", True),
+        "marian": lambda f: _encoder_decoder(f, "post", False), "modernbert": _modernbert,
+        **dict.fromkeys(("m2m_100", "pegasus"), lambda f: _encoder_decoder(f, "pre", False)),
         "bloom": lambda f: _linear_biases(f, embedding_norm=True),
         "chatglm": lambda f: _biased(f, "add_qkv_bias"), "codegen": _gptj, "cohere": _cohere, "cohere2": _cohere,
         "dbrx": lambda f: {**_layer_norm(f), **dropless_experts(f, *_LOCAL, {})},
@@ -297,6 +329,10 @@ def planned_notes(fields: Fields, kind: str) -> list[str]:
         out.append("queries and keys have a layer norm of each head; an RMS norm here, with one weight for all heads")
     if own.get("position") == "none":
         out.append("positions by linear biases of the scores (ALiBi), at little cost; none here")
+    if kind in ("bart", "mbart"):
+        out.append("learned positions of both stacks, at little cost; sinusoidal ones here")
+    if kind == "modernbert":
+        out.append("the first layer has no norm before its attention, and the head's product no bias; both do here")
     if kind == "olmo":
         out.append("norms have no parameters; here each has d_model")
     if clip := under_names_of_llama(fields).get("clip_qkv"):

@@ -42,6 +42,14 @@ MISTAKES = {
     "a dim in two Unicode forms": ("plan net.py --slice v5e-8 --layout bate\u0301:data@data:8", "write 'bat\\xe9'"),
     "a schedule without stages": ("plan gpt2 --slice v5e-8 --set schedule=1f1b", "give its stages, too"),
     "stages that do not divide devices": ("plan gpt2 --slice v5e-8 --set stages=3", "12 microbatches"),
+    "a file of another tool": (
+        "plan run.sh --slice v5e-8",
+        "run.sh is no description of a model that is read: Hugging",
+    ),
+    "a trainer's YAML": (
+        "plan other.yaml --slice v5e-8",
+        "no key 'hidden', nor most others here; a YAML file is read as",
+    ),
     "a model that is none": ("plan qqqqqq --slice v5e-8", "meshlib models lists them"),
     "a slice misspelt": ("plan gpt2 --slice v5-256", "unknown chip 'v5'; known chips are"),
     "a slice of a wrong size": ("plan gpt2 --slice v5e-7", "v5e-7"),

@@ -168,10 +168,10 @@ def test_the_text_model_of_any_multimodal_config_is_read(tmp_path: Path, kind: s
 
 REFUSED: dict[str, tuple[Fields, type[Exception], str]] = {
     "linear": ({"model_type": "qwen3_next"}, GraphError, "'qwen3_next': linear attention"),
-    "vision": ({"model_type": "qwen3_vl"}, GraphError, "a vision tower; this library has none; plan its text"),
+    "vision": ({"model_type": "qwen3_vl"}, GraphError, "a vision tower, which no config here expresses; plan its text"),
     "near": ({"model_type": "mixtrall"}, GraphError, "names them); did you mean 'mixtral'?"),
     "far": ({"model_type": "wholly-unlike"}, GraphError, "if it computes as one of them, give its type in a copy"),
-    "images": ({"model_type": "vit"}, GraphError, "classifiers of images are presets, such as 'resnet-50'"),
+    "images": ({"model_type": "vit"}, GraphError, "presets whose sizes --set changes: meshlib plan vit-b-16"),
     "layers": (
         {**MODELS["qwen3-0.6b"][1], "model_type": "olmo3", "layer_types": ["linear_attention"], "sliding_window": 8},
         GraphError, "layer_types has linear attention",

@@ -57,6 +57,14 @@ COUNTED: dict[str, tuple[Fields, int, int]] = {
     "starcoder2": ({}, 109_056, 0),
 }  # fmt: skip
 
+
+def _two(layers: int, width: int, vocab: int) -> Fields:
+    """A model of two stacks; `num_hidden_layers` is that of the encoder, which a pruned model has more of."""
+    each = {"layers": layers, "attention_heads": width // 64, "ffn_dim": 4 * width}
+    stacks = {f"{stack}_{name}": size for name, size in each.items() for stack in ("encoder", "decoder")}
+    return {"d_model": width, "vocab_size": vocab, "num_hidden_layers": layers, **stacks}
+
+
 _BERT = {"max_position_embeddings": 514, "type_vocab_size": 1, "hidden_act": "gelu"}
 # model_type: the fields of a published model, its number of parameters as its weights have them (of the last five by
 # hand, from the shapes of their classes), and how many of them are not expressed here.
@@ -133,6 +141,17 @@ PUBLISHED: dict[str, tuple[Fields, int, int]] = {
     # Qwen/Qwen-7B
     "qwen": ({"hidden_size": 4096, "intermediate_size": 22016, "kv_channels": 128, "num_attention_heads": 32,
               "num_hidden_layers": 32, "vocab_size": 151936}, 7_721_324_544, 0),
+    # answerdotai/ModernBERT-base; the first layer has one norm, and the head's product no bias
+    "modernbert": ({"global_attn_every_n_layers": 3, "global_rope_theta": 160000.0, "hidden_activation": "gelu",
+                    "hidden_size": 768, "intermediate_size": 1152, "local_attention": 128, "local_rope_theta": 10000.0,
+                    "norm_eps": 1e-5, "num_attention_heads": 12, "num_hidden_layers": 22, "vocab_size": 50368},
+                   149_655_232, -2 * 768),
+    # facebook/bart-large, mbart-large-50, m2m100_418M; google/pegasus-large; Helsinki-NLP/opus-mt-en-de
+    "bart": (_two(12, 1024, 50265), 406_291_456, 2 * 1026 * 1024),
+    "mbart": (_two(12, 1024, 250054), 610_879_488, 2 * 1026 * 1024),
+    "m2m_100": (_two(12, 1024, 128112), 483_905_536, 0),
+    "pegasus": (_two(16, 1024, 96103), 568_699_904, 0),
+    "marian": (_two(6, 512, 58101), 73_886_208, 0),
     # FacebookAI/roberta-large, xlm-roberta-base; almanach/camembert-base
     "roberta": ({**_BERT, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16,
                  "num_hidden_layers": 24, "vocab_size": 50265}, 355_412_057, 0),
@@ -180,8 +199,20 @@ def test_parameters_are_those_of_the_classes_of_their_library(tmp_path: Path, ki
 
 
 def test_a_planned_model_is_lowered_and_estimated(tmp_path: Path) -> None:
-    for kind in ("cohere2", "glm4_moe", "falcon", "opt", "bert", "bloom", "gpt_bigcode", "internlm3"):
+    for kind in (
+        "cohere2",
+        "glm4_moe",
+        "falcon",
+        "opt",
+        "bert",
+        "bloom",
+        "gpt_bigcode",
+        "internlm3",
+        "modernbert",
+        "bart",
+    ):
         more = COUNTED[kind][0] if kind in COUNTED else {"max_position_embeddings": 64}
+        more |= _two(2, 64, 128) if kind == "bart" else {}
         config = read_config(saved(tmp_path, kind, **more))
         with mtf.Graph():
             step = mtf.models.train_step(config, batch=8, length=16)
@@ -230,6 +261,9 @@ def test_windows_of_a_family_are_those_of_its_layers(tmp_path: Path) -> None:
             "width 48 beside experts of 32",
         ),
         ("nemotron_h", {}, "state-space"),
+        ("albert", {}, r"share their weights.*plan a function that computes it in JAX: meshlib plan FILE.py:FUNCTION"),
+        ("whisper", {}, r"an audio tower.*plan its text model, a config.json of its own, or a function"),
+        ("bart", {**_two(2, 64, 128), "encoder_ffn_dim": 128}, "encoder_ffn_dim is 128, decoder_ffn_dim 256"),
     ],
 )
 def test_refusals_name_the_reason(tmp_path: Path, kind: str, fields: Fields, reason: str) -> None:

@@ -275,7 +275,13 @@ def _check(settings: Settings) -> None:
             continue
         if key not in KNOWN:
             where = settings.where(key)
+            beside = [k in KNOWN for k in settings.values if settings.sources.get(k) == settings.sources.get(key)]
             hint = nearest(key, KNOWN)
+            if 2 * sum(beside) < len(beside):
+                hint = (
+                    ", nor most others here; a YAML file is read as MaxText's base.yml: describe the model of another "
+                    "trainer by Hugging Face's config.json, or by FILE.py[:function]"
+                )
             raise GraphError(f"{WHAT}: {where}: {key}={_text(value)}: MaxText has no key {key!r}{hint}")
         if key in REFUSED and REFUSED[key].requested(value):
             settings.fail(key, f"{REFUSED[key].reason}: {REFUSED[key].instead}", value)
