@@ -1,6 +1,6 @@
 """Show what a layout makes of a 784-hidden-10 network, and train it on handwritten digits on simulated TPU cores.
 
-    python examples/mnist.py                                       # 20 steps on 2x4 cores, batch and hidden split
+    python examples/mnist.py                                       # 60 steps on 2x4 cores, batch and hidden split
     python examples/mnist.py --epochs 10                           # train to the end, on MNIST where it can be had
     python examples/mnist.py --mesh data:8 --layout "batch:data"   # data-parallel instead
     python examples/mnist.py --mesh model:8 --layout "hidden:model" --precision float32
@@ -110,7 +110,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--hidden", type=int, default=1024, help="size of the hidden layer")
     parser.add_argument("--batch", type=int, default=128, help="examples in one step, all cores together")
-    parser.add_argument("--steps", type=int, default=20, help="steps of training, without --epochs")
+    parser.add_argument("--steps", type=int, default=60, help="steps of training, without --epochs")
     parser.add_argument("--epochs", type=int, help="train so many times over all digits, MNIST where it can be had")
     parser.add_argument("--mesh", default="rows:2;cols:4", help="axes and sizes of the logical mesh")
     parser.add_argument("--layout", default="batch:rows;hidden:cols", help="dim:axis rules")
