@@ -301,14 +301,15 @@ def _mesh(compiled: Any, mesh: Any, slice: Any, devices: int) -> Mesh:
     if mesh is None:
         mesh = _own_mesh(compiled)
     if mesh is None:
-        return Mesh({"devices": devices or _devices(slice)})
+        slice_ = _slice(slice)  # of several slices, each has a program of its own
+        return Mesh({"devices": slice_.devices if slice_.slices > 1 else devices or slice_.devices})
     shape = getattr(mesh, "shape", None)
     return Mesh(dict(shape) if isinstance(shape, Mapping) else mesh)
 
 
-def _devices(slice: Any) -> int:
+def _slice(slice: Any) -> Slice:
     try:
-        return (slice if isinstance(slice, Slice) else Slice(slice)).devices
+        return slice if isinstance(slice, Slice) else Slice(slice)
     except HardwareError as fault:
         raise SliceError(f"explain: {fault}") from None
 

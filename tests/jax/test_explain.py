@@ -308,11 +308,69 @@ def test_transfers_between_slices_are_collectives_over_the_first_axis() -> None:
         ("all_reduce", ("y",), 4096.0),
         ("all_reduce", ("data",), 4096.0),
     ]
+    by_devices = mtf.jax.explain(TWO_SLICES, "2*v5e-4")
+    assert [c.axes for c in by_devices.collectives] == [("devices:(4)2",), ("devices:(1)2",)]
     inside, between = found.collectives
     assert inside.seconds is not None
     assert between.seconds is not None
     with pytest.raises(mtf.ProgramError, match="join along the first axis"):
         mtf.jax.explain(TWO_SLICES, "2*v5e-4", mesh="x:1;data:2;y:4")
+
+
+# Instructions without a name, as compilers add them: sliced copies that are joined, sums of several values, fusions.
+NAMELESS = """HloModule step, is_scheduled=true, num_partitions=4
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %z = f32[] add(%x, %y)
+}
+
+%scatter (a: f32[8,8]) -> f32[4,8] {
+  %a = f32[8,8]{1,0} parameter(0)
+  %pad = f32[8,8]{1,0} pad(%a, %a), padding=0_0x0_0
+  ROOT %rs = f32[4,8]{1,0} reduce-scatter(%pad), channel_id=1, replica_groups={{0,1},{2,3}}, dimensions={0}, to_apply=%add, metadata={op_name="jit(f)/psum_scatter"}
+}
+
+%both (b: f32[8,8]) -> (f32[8,8], f32[8,8]) {
+  %b = f32[8,8]{1,0} parameter(0)
+  %n = f32[8,8]{1,0} negate(%b)
+  ROOT %two = (f32[8,8]{1,0}, f32[8,8]{1,0}) tuple(%n, %b)
+}
+
+ENTRY %main (w: f32[8,8]) -> f32[4,8] {
+  %w = f32[8,8]{1,0} parameter(0), metadata={op_name="w"}
+  %h = f32[8,8]{1,0} tanh(%w), metadata={op_name="jit(f)/tanh"}
+  %f = (f32[8,8]{1,0}, f32[8,8]{1,0}) fusion(%OPERAND), kind=kLoop, calls=%both
+  %g = f32[8,8]{1,0} get-tuple-element(%f), index=ELEMENT
+  %sums = (f32[8,8]{1,0}, f32[8,8]{1,0}) all-reduce(%w, %g), channel_id=2, replica_groups={}, to_apply=%add
+  %sum = f32[8,8]{1,0} get-tuple-element(%sums), index=1
+  %joined = f32[8,8]{1,0} custom-call(%sum), custom_call_target="ConcatBitcast"
+  %start = ((f32[8,8]{1,0}), f32[4,8]{1,0}) async-start(%joined), calls=%scatter
+  ROOT %done = f32[4,8]{1,0} async-done(%start)
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("operand", "element", "origin"),
+    [("w", 0, "argument 'w'"), ("w", 1, "argument 'w'"), ("h", 1, "the result of tanh")],
+)
+def test_instructions_that_the_compiler_added_have_the_name_of_what_they_read(
+    operand: str, element: int, origin: str
+) -> None:
+    text = NAMELESS.replace("OPERAND", operand).replace("ELEMENT", str(element))
+    (reason,) = (c.reason for c in mtf.jax.explain(text, "v5e-4").collectives if c.kind == "reduce_scatter")
+    assert reason == f"written in the program: lax.psum_scatter of {origin}"
+
+
+def test_what_another_slice_sends_is_named_so() -> None:
+    text = TWO_SLICES.replace("ROOT %g", "%g")
+    end = text.rindex("}")
+    gather = "  ROOT %a = f32[16,128]{1,0} all-gather(%g), channel_id=3, replica_groups={{0,1},{2,3}}, dimensions={0}\n"
+    found = mtf.jax.explain(text[:end] + gather + text[end:], "2*v5e-4")
+    (gathered,) = (c for c in found.collectives if c.kind == "all_gather")
+    assert gathered.reason.startswith("a value from another slice is split over devices:(4)2 along dim 0")
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ that are live longest first. The lower of these heaps counts.
 Source: openxla/xla: xla/service/heap_simulator/heap_simulator.h (GlobalDecreasingSizeBestFitHeap, its orders kTemporal
 and kSpatial, and ChooseBestHeapAlgorithm); places in the compiler's reports of memory, such as that of GPT-2 large on
 two slices, whose embedding's gradient of 245 MiB is on top of a hole of 180 MiB. The reported total of that program is
-213 MiB above what is live at its peak. If HBM is limited to 3.0, 2.5 and 2.3 GiB, it is 338, 10 and 11 MiB above it:
-gaps close where memory is short, and only there.
+213 MiB above what is live at its peak, 2,099 MiB. If HBM is limited to 3.0, 2.7, 2.5 and 2.3 GiB, it is 338, 195, 10
+and 11 MiB above it: gaps close where memory is short, and only there.
 """
 
 from __future__ import annotations

@@ -126,18 +126,24 @@ def origin(module: Module, frame: Frame, name: str) -> str:
             if isinstance(step, str):
                 return step
             frame, name = step
-        elif (inner := _view(module, i)) is not None and inner.root is not None:
-            frame, name = Frame(inner, i, frame), inner.root.name
+        elif i.opcode == "recv":
+            return f"a value from another {'slice' if 'is_host_transfer=true' in i.attributes else 'device'}"
+        elif (root := _behind(module, i)) is not None:
+            frame, name = Frame(module.computations[i.called("calls") or ""], i, frame), root.name
+        elif primitive := _primitive(i.op_name):
+            return f"the result of {primitive}"
+        elif i.operands and i.opcode not in ("constant", "iota"):
+            name = i.operands[0]  # an instruction that the compiler added
         else:
-            primitive = _primitive(i.op_name)
-            return f"the result of {primitive}" if primitive else "a value without a name"
+            return "a value without a name"
     return "a value"
 
 
-def _view(module: Module, i: HloInstruction) -> Computation | None:
-    """The computation of a fusion that only casts, copies or slices an operand."""
+def _behind(module: Module, i: HloInstruction) -> HloInstruction | None:
+    """The root of a fusion that only casts, copies or slices an operand, or that has no name of its own."""
     inner = module.computations.get(i.called("calls") or "") if i.opcode == "fusion" else None
-    return inner if inner is not None and inner.root is not None and inner.root.opcode in _SHOWS else None
+    root = inner.root if inner is not None else None
+    return root if root is not None and (root.opcode in _SHOWS or not _primitive(i.op_name)) else None
 
 
 def _outside(frame: Frame, number: int) -> tuple[Frame, str] | None:
@@ -181,8 +187,11 @@ def _element(module: Module, frame: Frame, i: HloInstruction) -> tuple[Frame, st
         return _value_of_loop(frame.holder, frame.parent, frame.call, n)
     if source.opcode in ("while", "conditional"):
         return f"a result of a {'loop' if source.opcode == 'while' else 'branch'}"
-    primitive = _primitive(i.op_name or source.op_name)
-    return f"the result of {primitive}" if primitive else "a value without a name"
+    if primitive := _primitive(i.op_name or source.op_name):
+        return f"the result of {primitive}"
+    if (root := _behind(module, source)) is not None and n < len(root.operands):
+        return Frame(module.computations[source.called("calls") or ""], source, frame), root.operands[n]
+    return (frame, source.operands[min(n, len(source.operands) - 1)]) if source.operands else "a value without a name"
 
 
 def _primitive(op_name: str) -> str:
