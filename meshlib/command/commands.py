@@ -71,7 +71,9 @@ def compared(args: argparse.Namespace) -> int:
         subject, layouts = _subject_and_layouts(args)
         first, *others = _estimates_of(args, subject, layouts)
         if not others:
-            raise GraphError("compare needs at least two --layout")
+            raise GraphError(
+                "compare needs at least two --layout; Estimate.compare in Python compares other batches and models"
+            )
         names = [f"{name} on {mesh}" for name, mesh in layouts[1:]]
         sentences = [difference(first, other, name) for other, name in zip(others, names, strict=True)]
         if subject.config is not None:

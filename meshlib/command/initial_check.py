@@ -48,25 +48,29 @@ def program() -> mtf.Program:
 $lowered
 
 
+def test_its_dims_collectives_and_memory_are_as_they_were(program: mtf.Program) -> None:
+    # MESHLIB_UPDATE_SNAPSHOTS=1 writes the file again; review the difference.
+    mtf.testing.assert_snapshot(program, Path(__file__).with_name("$snapshot"))
+
+
 def test_it_fits(program: mtf.Program) -> None:
     mtf.testing.assert_fits(program, SLICE$tight
 
 
 def test_it_sends_no_more_than_its_budget(program: mtf.Program) -> None:
     mtf.testing.assert_sent_at_most(program, SENT_BYTES)
-
-
-def test_its_collectives_and_memory_are_as_they_were(program: mtf.Program) -> None:
-    # MESHLIB_UPDATE_SNAPSHOTS=1 writes the file again; review the difference.
-    mtf.testing.assert_snapshot(program, Path(__file__).with_name("$snapshot"))
 $cost''')
+PRICES = """\
+USD_PER_1000_STEPS = {:.4g}  # of modelled time, the same
+PLANNED = "{:.4g} s a step at ${:.2f} an hour\""""
 COST = """
 
 def test_it_costs_no_more_than_its_budget(program: mtf.Program) -> None:
     estimate = mtf.estimate(program, SLICE$placement)
     usd = estimate.usd(1000)
-    message = f"1,000 steps cost {usd:.4g} dollars, more than {USD_PER_1000_STEPS}:\\n{estimate.profile()}"
-    assert usd <= USD_PER_1000_STEPS, message
+    price = f"{estimate.step_seconds:.4g} s a step at ${estimate.slice.usd_per_hour:.2f} an hour"
+    message = f"1,000 steps cost {usd:.4g} dollars, more than {USD_PER_1000_STEPS}: {price}, planned {PLANNED}"
+    assert usd <= USD_PER_1000_STEPS, f"{message}\\n{estimate.profile()}"
 """
 LOWERED = """\
     with mtf.Graph():
@@ -100,7 +104,7 @@ def init(args: argparse.Namespace) -> int:
     text = TEST.substitute(
         name=subject.name, slice=est.slice.name, lowered=lowered,
         sent=f"{round(est.sent_bytes * MARGIN):_}", snapshot=snapshot.name, build=from_models,
-        dollars=f"USD_PER_1000_STEPS = {est.usd(1000) * MARGIN:.4g}  # of modelled time, the same" if priced else "",
+        dollars=PRICES.format(est.usd(1000) * MARGIN, est.step_seconds, est.slice.usd_per_hour) if priced else "",
         percent=f"{MARGIN - 1:.0%}",
         tight=", tight=True)  # a whole run may not fit" if est.memory.verdict == "tight" else ")",
         cost=COST.replace("$placement", ", placement=RUN.placement(SLICE)" * configuration) if priced else "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,9 @@ D = mtf.Dimension
 BATCH, D_IN, D_OUT = D("batch", 8), D("d_in", 16), D("d_out", 4)
 
 
-def network() -> tuple[mtf.Tensor, list]:
-    x, w = mtf.input("x", [BATCH, D_IN]), mtf.variable("w1", [D_IN, D_OUT])
-    y = mtf.tanh(mtf.einsum([x, w], output_shape=[BATCH, D_OUT], name="y"))
+def network(batch: mtf.Dimension = BATCH) -> tuple[mtf.Tensor, list]:
+    x, w = mtf.input("x", [batch, D_IN]), mtf.variable("w1", [D_IN, D_OUT])
+    y = mtf.tanh(mtf.einsum([x, w], output_shape=[batch, D_OUT], name="y"))
     loss = mtf.reduce_sum(mtf.square(y), name="loss")
     return loss, mtf.optimize.SgdOptimizer(0.1).minimize(loss)
 
@@ -233,6 +234,14 @@ def test_a_snapshot_shows_what_changed(program: Program, tmp_path: Path, monkeyp
     with mtf.Graph():
         loss, train = network()
         other = mtf.lower({"loss": loss}, train, "rows:2;cols:1", "batch:rows;d_in:rows?")
+    line = "net.txt: layout batch:rows -> batch:rows;d_in:rows?; "
+    with pytest.raises(AssertionError, match=re.escape(line)):
+        testing.assert_snapshot(other, path)
+    with mtf.Graph():
+        loss, train = network(mtf.Dimension("batch", 16))
+        larger = mtf.lower({"loss": loss}, train, "rows:2;cols:1", "batch:rows")
+    with pytest.raises(AssertionError, match=r"net.txt: dims batch:8 -> batch:16; holds [\d,]+ bytes"):
+        testing.assert_snapshot(larger, path)
     with pytest.raises(AssertionError, match=r"-layout batch:rows\n  \+layout batch:rows;d_in:rows\?") as caught:
         testing.assert_snapshot(other, path)
     assert "+backward reduce_scatter over rows" in str(caught.value)

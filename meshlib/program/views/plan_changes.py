@@ -15,10 +15,11 @@ from meshlib.core.errors import GraphError
 from meshlib.core.files import open_file, replace_file
 from meshlib.core.graph import Operation
 from meshlib.core.text import exact_text
-from meshlib.program.instructions import Compute
+from meshlib.program.instructions import Compute, Resident
 from meshlib.program.records import Program, require_program, walk
 
 UPDATE = "MESHLIB_UPDATE_SNAPSHOTS"  # if set to 1, snapshots are written
+HEADS = ("mesh", "layout", "dims", "sends", "holds")  # first words of a snapshot's lines that occur once
 SHOWN = 3  # operations named in a note; others are counted
 
 
@@ -38,7 +39,7 @@ def assert_snapshot(program: Program, path: str | Path, update: bool = False) ->
       ...     program = mtf.lower({"total": mtf.reduce_sum(x, name="total")}, mesh="rows:2", layout="batch:rows")
       >>> mtf.testing.assert_snapshot(program, path, update=True)
       >>> mtf.testing.assert_snapshot(program, path)
-      >>> print(path.read_text().splitlines()[2])
+      >>> print(path.read_text().splitlines()[3])
       forward all_reduce over rows: 1 x total, sends 4 bytes
     """
     __tracebackhide__ = True
@@ -59,11 +60,30 @@ def assert_snapshot(program: Program, path: str | Path, update: bool = False) ->
             expected.splitlines(), text.splitlines(), "as it was", "as it is", lineterm="", n=1
         )
         shown = "\n".join(f"  {line}" for line in lines)
-        raise AssertionError(f"the program is not as in {path}; if it should be so, {UPDATE}=1 writes it\n{shown}")
+        changes = f"the program is not as in {path}: {_changes(expected, text)}"
+        raise AssertionError(f"{changes}; if it should be so, {UPDATE}=1 writes it\n{shown}")
+
+
+def _changes(expected: str, text: str) -> str:
+    """What differs in the lines of `HEADS`, which name the cause of a changed plan and its effect."""
+    was, now = (dict(line.split(" ", 1) for line in lines.splitlines() if " " in line) for lines in (expected, text))
+    parts = []
+    for head in HEADS:
+        before, after = (lines.get(head, "none").split(", ") for lines in (was, now))
+        if before != after:
+            gone, new = ([x for x in own if x not in other] for own, other in ((before, after), (after, before)))
+            parts.append(f"{head} {', '.join(gone) or 'none'} -> {', '.join(new) or 'none'}")
+    return "; ".join(parts) or "other collectives"
+
+
+def _dims(program: Program) -> str:
+    """Names and sizes of the dims of inputs and variables."""
+    residents = [y.tensor.shape for i in program.instructions if isinstance(i, Resident) for y in i.outputs]
+    return ", ".join(sorted({str(dim) for shape in residents for dim in shape.dims})) or "none"
 
 
 def snapshot(program: Program) -> str:
-    """The text of a snapshot: one line per cause of collectives, in order, then bytes and memory."""
+    """The text of a snapshot: mesh, layout, dims, one line per cause of collectives, in order, bytes and memory."""
     sent: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     for c in program.collectives:
@@ -71,7 +91,7 @@ def snapshot(program: Program) -> str:
         cause = f"{key[0]}: {{}} x {key[1]}"
         sent[cause] += c.sent_bytes * c.count
         counts[cause] += c.count
-    lines = [f"mesh {program.mesh}", f"layout {program.layout or '(none)'}"]
+    lines = [f"mesh {program.mesh}", f"layout {program.layout or '(none)'}", f"dims {_dims(program)}"]
     lines += [f"{cause.format(counts[cause])}, sends {exact_text(sent[cause])} bytes" for cause in sent]
     lines.append(f"sends {exact_text(program.sent_bytes)} bytes in all")
     lines.append(f"holds {program.memory.peak_bytes:,} bytes at its peak")
