@@ -81,7 +81,7 @@ class Subject:
     given_batch: bool = True
     settings: Mapping[str, object] = field(default_factory=dict)
     _sessions: dict[object, Session] = field(default_factory=dict)
-    _least_memory: dict[object, LeastMemory] = field(default_factory=dict)
+    _least_memory: dict[Session, LeastMemory] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int | None:
@@ -133,13 +133,16 @@ class Subject:
             self._sessions[key] = Session(*program) if first is None else first.sibling(*program)
         return self._sessions[key]
 
-    def least_memory(self, **choices: object) -> LeastMemory:
-        """Lower bounds of memory of the program built with these arguments."""
-        key = tuple(choices.items())
-        if key not in self._least_memory:
-            outputs, updates = self.session(**choices).asked
-            self._least_memory[key] = LeastMemory.of([*outputs.values()], updates)
-        return self._least_memory[key]
+    def least_memory(self, under: tuple[str, str] | None = None, **choices: object) -> LeastMemory:
+        """Lower bounds of memory of the program built with these arguments; of one layout (name, mesh), with the sizes
+        that follow from it."""
+        session = self.session(**choices)
+        if under is not None:
+            session = session.under(Mesh(under[1]), self.rules(*under))
+        if session not in self._least_memory:
+            outputs, updates = session.asked
+            self._least_memory[session] = LeastMemory.of([*outputs.values()], updates)
+        return self._least_memory[session]
 
     def sized(self, **choices: object) -> Subject:
         """The subject with the batch and length of a search's choice, if it chose them."""

@@ -310,8 +310,8 @@ class _Tries:
     def _least_bytes(self, name: str, mesh: str, choices: dict[str, object], inside: bool = True) -> float:
         """Lower bound of a layout's memory; 0 for a layout that is impossible, which lowering reports."""
         try:
-            bound = self.subject.least_memory(**choices)
-            return bound.peak_bytes(self.subject.rules(name, mesh), Mesh(mesh), inside=inside)
+            bound = self.subject.least_memory((name, mesh) if inside else None, **choices)
+            return bound.needed_bytes(self.subject.rules(name, mesh), Mesh(mesh), self.subject.compiler, inside)
         except MeshlibError:
             return 0.0
 
@@ -323,7 +323,7 @@ def batches_that_may_fit(
     least, capacity = subject.least_memory(remat=remat or REMAT[0]), where.usable_hbm_bytes_per_device
     try:
         placed = [(subject.rules(name, mesh), Mesh(mesh)) for name, mesh in layouts]
-        fits = any(least.peak_bytes(*each, inside=False) <= capacity for each in placed)
+        fits = any(least.needed_bytes(*each, subject.compiler, inside=False) <= capacity for each in placed)
         return fits, any(least.state_bytes(*each, gradients=True) <= capacity for each in placed)
     except MeshlibError:  # lowering reports it
         return True, True

@@ -146,7 +146,6 @@ class Session(Shown):
     def check(self, mesh: Any = "device:1", layout: Any = "") -> Report:
         """All faults of a layout, and notes on what it leaves unused: as `mtf.check`."""
         mesh, rules = Mesh(mesh), LayoutRules(layout)
-        self._learn()
         return check_layout(self.under(mesh, rules)._subjects, mesh, rules)
 
     @property
@@ -174,6 +173,7 @@ class Session(Shown):
 
         Args: as of `lower`.
         """
+        self._learn()
         plans = tuple(plan.under(mesh, rules) for plan in self._plans)
         if self._is_resolved or not plans:
             return self

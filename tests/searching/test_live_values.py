@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 import meshlib as mtf
+from hardware.slices import Slice
 from meshlib.core.loop_record import Active
+from meshlib.estimation.memory.device_memory import memory_on
 from meshlib.lowering.simplification import simplify
 from meshlib.models.serving import Step
 from meshlib.ops.control.branches import branch
 from meshlib.searching.bounds.least_memory import LeastMemory
-from meshlib.searching.bounds.live_values import _bytes, _Flow
+from meshlib.searching.bounds.live_values import _Flow, whole_bytes
 from tests.effort import deep, each
 from tests.lowering.pairs import pair
 
@@ -192,11 +194,11 @@ def test_live_bytes_of_all_operations_at_once_are_those_of_each() -> None:
     config = mtf.models.preset("t5-small").replace(layers=2)
     with mtf.Graph() as graph:
         outputs, updates = mtf.models.train_step(config, 2, 128, scan=False)
-    flow = _Flow(simplify(graph, [*outputs.values()], updates), set())
+    flow = _Flow(simplify(graph, [*outputs.values()], updates), set(), {})
     several = flow.live_bytes(range(0, len(flow.operations), 7))
     for n, live_bytes in several.items():
         sizes = (next((size for path, size in flow.starts[y] if flow._crosses(path, n)), 0.0) for y in flow._before(n))
-        assert live_bytes == pytest.approx(sum(sizes) + sum(map(_bytes, flow.operations[n].outputs)))
+        assert live_bytes == pytest.approx(sum(sizes) + sum(map(whole_bytes, flow.operations[n].outputs)))
 
 
 @each("number", range(200) if deep() else (6, 26, 36, 46, 116))
@@ -207,6 +209,33 @@ def test_sums_that_follow_from_others_are_not_counted(number: int) -> None:
     least = LeastMemory.of([*drawn.outputs.values()], drawn.updates)
     bound = least.peak_bytes(mtf.LayoutRules(drawn.layout), mtf.Mesh(drawn.mesh))
     assert bound <= session.lower(drawn.mesh, drawn.layout).memory.peak_bytes
+
+
+@pytest.mark.parametrize(("rows", "gathered"), [(512, SIDE), (8, 8)])
+def test_a_product_gathers_the_smaller_of_two_operands_that_an_axis_splits(rows: int, gathered: int) -> None:
+    """The axis splits rows of one in memory, columns of the other: one factor of the product."""
+    wide = mtf.Dimension("rows", rows)
+    with mtf.Graph():
+        total = mtf.einsum([mtf.input("x", [wide, D[1]]), mtf.variable("w", [D[1], D[2]])], [wide, D[2]])
+        program = mtf.lower({"total": total}, mesh="axis:8", layout="rows:axis;c:axis?")
+    least, layout, mesh = LeastMemory.of([total], []), mtf.LayoutRules("rows:axis;c:axis?"), mtf.Mesh("axis:8")
+    live = least.peak_bytes(layout, mesh) - least.state_bytes(layout, mesh)
+    assert live == 4 * gathered * SIDE
+    assert live <= program.memory.peak_bytes - least.state_bytes(layout, mesh)
+
+
+def test_what_experts_are_sent_is_bounded_with_the_sizes_of_the_layout() -> None:
+    """The number of tokens follows from the layout; without one, they count for nothing."""
+    config, mesh = mtf.models.preset("gpt-oss-20b").replace(layers=2), "fsdp:2;expert:4"
+    with mtf.Graph():
+        session = mtf.Session(*mtf.models.train_step(config, 8, 512, remat="full"))
+    rules = mtf.models.layout("fsdp+expert", config, mesh)
+    peaks = []
+    for own in (session, session.under(mtf.Mesh(mesh), rules)):
+        outputs, updates = own.asked
+        least = LeastMemory.of([*outputs.values()], updates)
+        peaks.append(least.peak_bytes(rules, mtf.Mesh(mesh)))
+    assert peaks[0] < peaks[1] <= session.lower(mesh, rules).memory.peak_bytes
 
 
 @each("name", ["gpt2", "t5-small", "mixtral-8x7b"])
@@ -220,7 +249,9 @@ def test_memory_is_bounded_from_the_graph(name: str) -> None:
         least = LeastMemory.of([*outputs.values()], updates)
         for layout, mesh in mtf.models.usual_layouts(config, 16, 16):
             rules = mtf.models.layout(layout, config, mesh)
-            memory = session.lower(mesh, rules).memory
+            program = session.lower(mesh, rules)
+            memory, needed = program.memory, memory_on(program, Slice("v5e-16")).needed_bytes
             outer, bound = (least.peak_bytes(rules, mtf.Mesh(mesh), inside=i) for i in (False, True))
             assert 0 < least.state_bytes(rules, mtf.Mesh(mesh)) < outer <= bound <= memory.peak_bytes
+            assert bound < least.needed_bytes(rules, mtf.Mesh(mesh), program.compiler) <= needed
             assert bound > 0.2 * memory.peak_bytes

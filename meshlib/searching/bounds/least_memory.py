@@ -1,23 +1,28 @@
 """Lower bound of a layout's memory from the graph alone: state, and the values that are certainly live at some moment.
 
 Variables, slots and inputs are resident, sharded as the layout says; other values are divided by all axes that could
-split them.
+split them; what a product reads and writes, by those that split it along a factor of it. Values whose sizes follow from
+the layout, such as the tokens sent to experts, count for nothing unless the program is that of the layout
+(`Session.under`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
 
 from layouts import LayoutRules, Mesh, Shape
+from meshlib.core.compiler import Compiler
 from meshlib.core.graph import Operation, Tensor
-from meshlib.core.opdef import Kind
+from meshlib.core.opdef import RESIDENT, Kind
 from meshlib.core.replay import all_operations
+from meshlib.estimation.memory.compiled import CODE_BYTES, FRAGMENTATION
 from meshlib.lowering.assigned import scope_of
 from meshlib.lowering.simplification import simplify
-from meshlib.searching.bounds.live_values import LiveSet, live_sets_of
+from meshlib.searching.bounds.live_values import Along, LiveSets, Names, whole_bytes
 from meshlib.searching.renamed_dims import Passages
 
 
@@ -27,11 +32,11 @@ class LeastMemory:
 
     Attributes:
       resident: number of variables, slots and inputs of each shape, scope and width in bytes.
-      live_sets: values that are live at once.
+      live: values that are live at once.
     """
 
     resident: Counter[tuple[Shape, str, float]]
-    live_sets: Sequence[LiveSet]
+    live: LiveSets
     passages: Passages
 
     @staticmethod
@@ -41,11 +46,12 @@ class LeastMemory:
         simple = simplify(graph, outputs, updates)
         resident: Counter[tuple[Shape, str, float]] = Counter()
         for op in simple.operations:
-            if op.opdef.kind in (Kind.INPUT, Kind.VARIABLE) and not op.output.on_host:
+            if op.opdef.kind in RESIDENT and not op.output.on_host:
                 resident[op.output.shape, scope_of(op.output), op.output.dtype.itemsize] += 1
         written = [x for op in simple.operations if op.opdef.kind is Kind.COMMIT for x in op.inputs]
         passages = Passages.of(all_operations(simple.operations), settled=False)
-        return LeastMemory(resident, live_sets_of(simple, [*outputs, *written]), passages)
+        stored = {t: t for op in simple.operations if op.opdef.kind in RESIDENT for t in op.outputs}
+        return LeastMemory(resident, LiveSets.of(simple, [*outputs, *written], stored), passages)
 
     def state_bytes(self, layout: LayoutRules, mesh: Mesh, gradients: bool = False) -> float:
         """Bytes of variables, slots and inputs on one device; `gradients`: and as much for gradients as for variables.
@@ -64,16 +70,61 @@ class LeastMemory:
         again; other values are as many or more with less rematerialisation.
         Raises: LayoutError if the layout cannot shard a variable, slot or input.
         """
-        dims = {axis: {rule.dim for rule in layout.rules if axis in rule.axes} for axis in mesh.sizes_by_axis}
-        parts: dict[Tensor, float] = {}
+        return self.state_bytes(layout, mesh) + self._live_bytes(layout, mesh, inside)
 
-        def part_bytes(t: Tensor) -> float:
-            if t not in parts:
-                names = self.passages.split(t.shape)
-                splitting = (axis for axis, own in dims.items() if names is None or not names.isdisjoint(own))
-                whole = 0.0 if t.on_host else t.dtype.size_bytes(t.shape.size)
-                parts[t] = whole / prod(map(mesh.axis_size, splitting))
-            return parts[t]
+    def needed_bytes(self, layout: LayoutRules, mesh: Mesh, compiler: Compiler, inside: bool = True) -> float:
+        """Lower bound on what the compiled step needs: the peak, the share that is lost between buffers, and the code
+        of products, each in a kernel of its own. Modelled.
 
-        sizes = (live.least_bytes(part_bytes, inside) for live in self.live_sets)
-        return self.state_bytes(layout, mesh) + max(sizes, default=0.0)
+        Args, errors: as of `peak_bytes`.
+        """
+        lost = FRAGMENTATION if compiler.partitioner != "gspmd" else 0.0  # plain jit loses nothing between stacks
+        live_bytes = self._live_bytes(layout, mesh, inside) * (1 + lost)
+        return self.state_bytes(layout, mesh) + live_bytes + CODE_BYTES * self.live.products
+
+    def _live_bytes(self, layout: LayoutRules, mesh: Mesh, inside: bool) -> float:
+        """Lower bound on the bytes that are live at once beside the state."""
+        return self.live.least_bytes(_LayoutParts(layout, mesh, self.passages), inside)
+
+
+@dataclass
+class _LayoutParts:
+    """Bytes of the shards of tensors under one layout: see `Parts`."""
+
+    layout: LayoutRules
+    mesh: Mesh
+    passages: Passages
+    _parts: dict[Tensor, float] = field(default_factory=dict)
+
+    @cached_property
+    def axes(self) -> dict[str, Names]:
+        """The dims that each axis of several devices may split."""
+        sizes = self.mesh.sizes_by_axis
+        return {a: frozenset(r.dim for r in self.layout.rules if a in r.axes) for a, size in sizes.items() if size > 1}
+
+    def part_bytes(self, t: Tensor) -> float:
+        if t not in self._parts:
+            self._parts[t] = self.bytes_along(t, self.axes)
+        return self._parts[t]
+
+    def splits(self, op: Operation) -> Iterator[Along]:
+        factors = [frozenset(d for d in (*f.operands, *f.outputs) if d is not None) for f in op.opdef.roles(op)]
+        able = [[f for f in factors if self._meets(f, own)] or [frozenset()] for own in self.axes.values()]
+        return (dict(zip(self.axes, chosen, strict=True)) for chosen in product(*able))
+
+    def bytes_along(self, t: Tensor, along: Along) -> float:
+        splitting = [a for a, names in along.items() if self._meets(t.shape.names, names)]
+        return whole_bytes(t) / self.mesh.group_size(splitting)
+
+    def is_gathered(self, stored: Tensor, along: Along) -> bool:
+        home = self.layout.sharding(stored.shape, self.mesh, scope_of(stored))
+        return any(
+            a in along and not self._meets((d.name,), along[a])
+            for d, axes in zip(home.shape, home.axes, strict=True)
+            for a in axes
+        )
+
+    def _meets(self, dims: Iterable[str], names: Names) -> bool:
+        """True if an axis that splits dims of these names may come to some of `dims`."""
+        reached = self.passages.reached(dims)
+        return reached is None or not reached.isdisjoint(names)

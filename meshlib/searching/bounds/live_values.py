@@ -4,21 +4,25 @@ Of a path from a result that nothing recomputes, computed before an operation, t
 reads, some tensor is in memory while the operation runs. Paths without a common tensor take separate buffers. A loop's
 body may write the results of a trip into the memory of the loop's, so paths within a body avoid its results. Sums that
 a layout may derive from other sums count for nothing, nor does what they read.
+
+An axis splits a product along one of its factors. Along others it splits neither operands nor result: a weight that it
+splits in memory is then gathered for the product, into new memory.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from itertools import count
 from operator import or_
+from typing import Protocol
 
 from layouts import Shape
 from meshlib.core.graph import Operation, Tensor
 from meshlib.core.laid_dims import LaidDimension
-from meshlib.core.opdef import ON_MXU, RESIDENT, THROUGH, Kind, PowerProduct, Storage
+from meshlib.core.opdef import ON_MXU, RESIDENT, THROUGH, Kind, PowerProduct, Role, Storage
 from meshlib.lowering.shared_sums import shared_sums
 from meshlib.lowering.simplification import Simplified, simplify
 
@@ -26,7 +30,24 @@ MOST = 4
 SMALL = 1 / 128  # of the largest start of a path, and of a path's start: what is narrower is left out
 
 Path = tuple[Tensor, ...]
-PartBytes = Callable[[Tensor], float]
+Names = frozenset[str]
+Along = Mapping[str, Names]  # of mesh axes, the dims of the factor along which each splits a product
+
+
+class Parts(Protocol):
+    """Bytes of the shards of tensors under a layout."""
+
+    def part_bytes(self, t: Tensor) -> float:
+        """The fewest: all axes split a tensor that can."""
+
+    def splits(self, op: Operation) -> Iterator[Along]:
+        """Along what axes may split a product."""
+
+    def bytes_along(self, t: Tensor, along: Along) -> float:
+        """Those of an operand or result of a product that axes split so."""
+
+    def is_gathered(self, stored: Tensor, along: Along) -> bool:
+        """True if the shard of a variable or input in memory cannot be the operand of a product split so."""
 
 
 @dataclass(frozen=True)
@@ -34,37 +55,72 @@ class LiveSet:
     """What is in memory while an operation runs.
 
     Attributes:
+      op: the operation.
       paths: of each, one tensor at least; ending: those whose tensor may be read last by the operation's kernel.
       fresh: a loop's results in new memory; product: a path from the result of a product to a kernel, one tensor of
       which is in memory too, possibly written over that of an ending path.
-      inside: live sets of a loop's body.
+      stored: the variables and inputs that a product reads, each with the tensors from it to the product.
+      inside: what is in memory within a trip of a loop.
     """
 
+    op: Operation
     paths: Sequence[Path]
     ending: Sequence[Path] = ()
     fresh: Sequence[Tensor] = ()
     product: Path = ()
-    inside: Sequence[LiveSet] = ()
+    stored: Mapping[Tensor, Path] = field(default_factory=dict)
+    inside: LiveSets | None = None
 
-    def least_bytes(self, part_bytes: PartBytes, inside: bool) -> float:
-        """The fewest bytes, if the shards of tensors have these; `inside`: with those of a loop's body."""
+    def least_bytes(self, parts: Parts, inside: bool) -> float:
+        """The fewest bytes; `inside`: with those of a loop's body."""
+        part_bytes = parts.part_bytes
         ending = [min(map(part_bytes, path)) for path in self.ending]
         total = sum(min(map(part_bytes, path)) for path in self.paths) + sum(ending) + sum(map(part_bytes, self.fresh))
-        total += max(0.0, min(map(part_bytes, self.product), default=0.0) - max(ending, default=0.0))
-        return total + max((m.least_bytes(part_bytes, True) for m in self.inside if inside), default=0.0)
+        if self.op.loop is None:
+            over = max(ending, default=0.0)
+            total += min(self._beside(parts, along, over) for along in parts.splits(self.op))
+        return total + (self.inside.least_bytes(parts, True) if inside and self.inside is not None else 0.0)
+
+    def _beside(self, parts: Parts, along: Along, over: float) -> float:
+        """Bytes of gathered operands, and of a product's result beyond the `over` bytes that it may be written over."""
+        gathered = [path for t, path in self.stored.items() if parts.is_gathered(t, along)]
+        sizes = [min(parts.bytes_along(t, along) for t in path) for path in (*gathered, self.product) if path]
+        return sum(sizes) - (min(sizes[-1], over) if self.product else 0.0)
 
 
-def live_sets_of(simple: Simplified, results: Collection[Tensor]) -> list[LiveSet]:
-    """Live sets of a graph: those of all loops, and of the operations with the most live bytes.
+@dataclass(frozen=True)
+class LiveSets:
+    """What is in memory while some operations of a graph run.
 
-    `results`: tensors whose memory is counted elsewhere, or which are written over a variable.
+    `sets`: those of all loops, of the products with the most live bytes, and of those that read the largest variables;
+    `products`: the number of products that run, those of loops included.
     """
-    flow = _Flow(simple, {simple.of(t) for t in results})
-    loops = [n for n, op in enumerate(flow.operations) if op.loop is not None]
-    products = [n for n, op in enumerate(flow.operations) if op.opdef.kind is Kind.CONTRACTION and flow.runs(op)]
-    live_bytes = flow.live_bytes(products) if len(products) > MOST else {}
-    others = sorted(products, key=lambda n: live_bytes.get(n, 0.0), reverse=True)[:MOST]
-    return [flow.live_set(n) for n in (*loops, *others)]
+
+    sets: Sequence[LiveSet]
+    products: int
+
+    @staticmethod
+    def of(simple: Simplified, results: Collection[Tensor], stored: Mapping[Tensor, Tensor]) -> LiveSets:
+        """Live sets of a graph.
+
+        Args:
+          results: tensors whose memory is counted elsewhere, or which are written over a variable.
+          stored: of each tensor that is a variable or input, or a slice of one, that variable or input.
+        """
+        flow = _Flow(simple, {simple.of(t) for t in results}, stored)
+        loops = [n for n, op in enumerate(flow.operations) if op.loop is not None]
+        products = [n for n, op in enumerate(flow.operations) if op.opdef.kind is Kind.CONTRACTION and flow.runs(op)]
+        live_bytes = flow.live_bytes(products) if len(products) > MOST else {}
+        others = sorted(products, key=lambda n: live_bytes.get(n, 0.0), reverse=True)[:MOST]
+        read_bytes = {n: sum(map(whole_bytes, flow.stored_before(n))) for n in products}
+        heavy = sorted(products, key=lambda n: read_bytes[n], reverse=True)[: MOST // 2]
+        sets = [flow.live_set(n) for n in dict.fromkeys((*loops, *others, *heavy))]
+        bodies = {live.op.loop.body: live.inside for live in sets if live.op.loop is not None}
+        return LiveSets(sets, len(products) + sum(body.products for body in bodies.values() if body is not None))
+
+    def least_bytes(self, parts: Parts, inside: bool) -> float:
+        """The fewest bytes at the peak; `inside`: with what is live within trips of loops."""
+        return max((live.least_bytes(parts, inside) for live in self.sets), default=0.0)
 
 
 @dataclass(eq=False)
@@ -73,6 +129,7 @@ class _Flow:
 
     simple: Simplified
     results: set[Tensor]
+    stored: Mapping[Tensor, Tensor]
     later: list[int] = field(init=False)  # operations that depend on one, and itself
     inlined: set[Operation] = field(init=False)  # whose results others may compute
     readers: dict[Tensor, int] = field(init=False)
@@ -104,7 +161,7 @@ class _Flow:
             for y in self.operations[n].outputs:
                 for op, _ in uses.get(y, ()) if y in self.readers else ():
                     self.later[n] |= self.later[self.number[op]]
-        starts = {y: _bytes(y) for op in self.operations for y in op.outputs if self._is_start(op, y)}
+        starts = {y: whole_bytes(y) for op in self.operations for y in op.outputs if self._is_start(op, y)}
         least = SMALL * max(starts.values(), default=0)
         self.starts = {y: [*self._paths(y, set())] for y, size in starts.items() if size > least}
 
@@ -126,8 +183,8 @@ class _Flow:
     def _paths(self, start: Tensor, avoided: Collection[Tensor]) -> Iterator[tuple[Path, float]]:
         """Paths to what is computed from a result without being a start, each the widest, widest first."""
         order = count()
-        least = SMALL * _bytes(start)
-        heap: list[tuple[float, int, Path]] = [(-_bytes(start), next(order), (start,))]
+        least = SMALL * whole_bytes(start)
+        heap: list[tuple[float, int, Path]] = [(-whole_bytes(start), next(order), (start,))]
         seen: set[Tensor] = set()
         while heap:
             negative, _, path = heapq.heappop(heap)
@@ -140,7 +197,7 @@ class _Flow:
                 return
             for op, _ in self.simple.uses.get(t, ()):
                 for y in op.outputs if op.opdef.kind in THROUGH and op not in self.derived else ():
-                    size = min(-negative, _bytes(y))
+                    size = min(-negative, whole_bytes(y))
                     if size > least and self.root[y] not in self.elsewhere and self.root[y] not in avoided:
                         heapq.heappush(heap, (-size, next(order), (*path, y)))
 
@@ -162,7 +219,7 @@ class _Flow:
 
     def live_bytes(self, numbers: Sequence[int]) -> dict[int, float]:
         """For each of these operations, about the bytes of the widest paths across it, and of its results."""
-        total = {n: sum(map(_bytes, self.operations[n].outputs)) for n in numbers}
+        total = {n: sum(map(whole_bytes, self.operations[n].outputs)) for n in numbers}
         asked = sum(1 << n for n in numbers)
         earlier = [0] * len(self.operations)  # the asked operations that one depends on, and itself
         for n, op in enumerate(self.operations):
@@ -188,7 +245,7 @@ class _Flow:
     def live_set(self, n: int) -> LiveSet:
         """The live set of an operation, with paths from the largest starts first."""
         op, used, paths = self.operations[n], set[Tensor](), list[Path]()
-        for y in sorted(self._before(n), key=_bytes, reverse=True):
+        for y in sorted(self._before(n), key=whole_bytes, reverse=True):
             if self.root[y] in used:
                 continue
             path = next((path for path, _ in self._paths(y, used) if self._crosses(path, n)), None)
@@ -196,13 +253,27 @@ class _Flow:
                 paths.append(path)
                 used.update(self.root[t] for t in path)
         if op.loop is not None:
-            return LiveSet(paths, fresh=self._fresh(op, used), inside=self._inside(op))
+            return LiveSet(op, paths, fresh=self._fresh(op, used), inside=self._inside(op))
         kernels = self.kernels & self.later[n] & ~(1 << n)  # which read what survives the operation
         lasting = {path: bool(self.readers[path[-1]] & kernels) for path in paths}
         ending = [path for path, lasts in lasting.items() if not lasts]
         kept = self._paths(op.output, set()) if self.root[op.output] not in self.elsewhere else ()
         product = next((path for path, _ in kept if self.readers.get(path[-1], 0) & kernels), ())
-        return LiveSet([path for path, lasts in lasting.items() if lasts], ending, product=product)
+        stored = {x: path for x, path in self.stored_before(n).items() if used.isdisjoint(self.root[t] for t in path)}
+        return LiveSet(op, [p for p, lasts in lasting.items() if lasts], ending, product=product, stored=stored)
+
+    def stored_before(self, n: int) -> dict[Tensor, Path]:
+        """The variables and inputs that a product reads, whole or sliced, each with the tensors from it to there."""
+        op, paths = self.operations[n], dict[Tensor, Path]()
+        plain = all(f.role in (Role.PARALLEL, Role.SUM) for f in op.opdef.roles(op))
+        for x in self.simple.inputs[op] if plain else ():
+            path = [x]
+            while x.operation.opdef.kind in THROUGH and len(self.simple.inputs[x.operation]) == 1:
+                (x,) = self.simple.inputs[x.operation]
+                path.append(x)
+            if x in self.stored:
+                paths[self.stored[x]] = tuple(path)
+        return paths
 
     def _fresh(self, op: Operation, used: Collection[Tensor]) -> list[Tensor]:
         """The results of a loop in new memory: no carries over initial values, no stacks over those that it reads."""
@@ -214,13 +285,16 @@ class _Flow:
         fresh += [y for y, t in stacked if not _shares_memory(t.operation)]
         return [y for y in fresh if self.simple.uses.get(y) and self.root[y] not in self.elsewhere | {*used}]
 
-    def _inside(self, op: Operation) -> list[LiveSet]:
+    def _inside(self, op: Operation) -> LiveSets:
         """The live sets of a loop's body, without results that nothing uses."""
         loop = op.loop
         assert loop is not None
         stacked = zip(op.outputs[loop.carries :], loop.stacked, strict=True)
         results = [*loop.made.finals, *(t for y, t in stacked if self.simple.uses.get(y) or y in self.results)]
-        return live_sets_of(simplify(loop.body, results, ()), results)
+        begins, given = self.simple.inputs[op], loop.operands(loop.stand_ins)
+        whole = zip((*given.slices, *given[2]), begins[loop.carries :], strict=True)
+        stored = {t: self.stored[x] for t, x in whole if x in self.stored}
+        return LiveSets.of(simplify(loop.body, results, ()), results, stored)
 
 
 def _bits(numbers: int) -> Iterator[int]:
@@ -251,7 +325,7 @@ def _is_inlined(op: Operation) -> bool:
     return looked_up or op.opdef.kind in (*THROUGH, Kind.COPY) or isinstance(op.opdef.form(op), PowerProduct)
 
 
-def _bytes(t: Tensor) -> float:
+def whole_bytes(t: Tensor) -> float:
     """Bytes on the device, by which paths are compared; 0 where a size follows from the layout."""
     return 0.0 if t.on_host else t.dtype.size_bytes(_elements(t.shape))
 
