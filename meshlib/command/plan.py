@@ -281,7 +281,7 @@ def json_of(subject: Subject, where: Slice, plans: Sequence[PlannedLayout]) -> d
 def _entry(plan: PlannedLayout) -> dict[str, Any]:
     head = {"name": plan.name, "mesh": plan.mesh, **plan.choices}
     if plan.memory is None:
-        least = {"fits": False, "least_bytes": plan.least_bytes} if plan.least_bytes else {}
+        least = {"fits": False, "least_bytes_modelled": plan.least_bytes} if plan.least_bytes else {}
         return {**head, **least, "fault": plan.fault}
     exact, modelled = "state_bytes", "verdict needed_bytes plain_jit_bytes"
     figures = {} if plan.est is None else of_step(plan.est)
