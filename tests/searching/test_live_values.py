@@ -186,8 +186,10 @@ def test_what_is_written_in_place_counts_once(build: Callable[[], Step]) -> None
         session = mtf.Session(*build())
     outputs, updates = session.asked
     least = LeastMemory.of([*outputs.values()], updates)
-    bound, peak = least.peak_bytes(mtf.LayoutRules(""), mtf.Mesh("device:1")), session.lower().memory.peak_bytes
-    assert 0.98 * peak < bound <= peak
+    layout, mesh, program = mtf.LayoutRules(""), mtf.Mesh("device:1"), session.lower()
+    bound, needed = least.peak_bytes(layout, mesh), least.needed_bytes(layout, mesh, program.compiler)
+    assert 0.98 * program.memory.peak_bytes < bound <= program.memory.peak_bytes
+    assert bound < needed <= memory_on(program, Slice("v5e-1")).needed_bytes
 
 
 def test_live_bytes_of_all_operations_at_once_are_those_of_each() -> None:
