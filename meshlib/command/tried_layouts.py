@@ -91,7 +91,7 @@ class WholeRunOptions:
 
 
 NOTHING = WholeRunOptions({})
-QUICK = 2  # mesh axes: layouts of more take long to lower
+SHARES = 8  # of the memory: of layouts whose bounds differ by less, the one with the fewest mesh axes is lowered first
 AMPLE = 0.5  # of the memory: where more is certainly used outside of loops, the most rematerialisation is tried first
 
 
@@ -212,9 +212,10 @@ class _Tries:
         return min((plan.est.step_seconds for plan in self.plans if plan.est and plan.fits), default=inf)
 
     def likeliest(self) -> bool:
-        """Try the layout with the least bound, the quicker one of several; returns whether it fits."""
+        """Try the layout with about the least bound that is lowered the soonest; returns whether it fits."""
         least = {} if self.named else {each: self._least_bytes(*each, self.choices[0]) for each in self.layouts}
-        order = sorted(least, key=lambda each: (least[each], len(Mesh(each[1])) > QUICK)) or self.layouts
+        shares = {each: least[each] * SHARES // self.capacity for each in least}
+        order = sorted(least, key=lambda each: (shares[each], len(Mesh(each[1])))) or self.layouts
         layout, *self.waiting = order
         if least.get(layout, inf) > self.capacity or not self._is_tight(*layout):
             self.usual(*layout)
