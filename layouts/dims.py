@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
-from typing import SupportsIndex, TypeAlias, Union, overload
+from numbers import Number
+from typing import Any, SupportsIndex, TypeAlias, Union, overload
 
 from layouts.cells import clipped, dimension_cell, shape_cell
 from layouts.errors import LayoutError, nearest
@@ -42,6 +43,13 @@ class Dimension(Frozen):
         memory_length:8
         """
         return Dimension(name, self.size)
+
+    def _as_number(self, other: object) -> Any:
+        if not isinstance(other, Number):
+            return NotImplemented
+        raise LayoutError(f"dimension {self} is a name and a size, not a number; take its .size")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __truediv__ = __mod__ = _as_number
 
     def __repr__(self) -> str:
         return clipped(f"Dimension({self.name!r}, {self.size})")

@@ -107,7 +107,10 @@ class Mesh(Interned):
         except TypeError:
             point = ()
         if len(point) != len(self.sizes):
-            raise LayoutError(f"a coordinate of mesh {self} is {len(self.sizes)} integers, not {coordinate!r:.80}")
+            raise LayoutError(
+                f"a device of mesh {self} must be its number, or a coordinate with an integer for each axis, got "
+                f"{coordinate!r:.80}"
+            )
         if any(not 0 <= c < size for c, size in zip(point, self.sizes, strict=True)):
             raise LayoutError(f"coordinate {point} is outside mesh {self}")
         return point

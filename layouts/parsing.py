@@ -38,7 +38,8 @@ def read_pairs(text: str) -> list[tuple[str, str, int]]:
     for word, start in _words(text):
         left, colon, right = word.partition(":")
         if not colon:
-            raise LayoutError(f"{word!r} has no ':'; write pairs as name:value", caret(text, start))
+            several = "; several axes are joined by '+', as in batch:rows+cols" if "(" in text else ""
+            raise LayoutError(f"{word!r} has no ':'; write pairs as name:value{several}", caret(text, start))
         if ":" in right:
             at = start + len(left) + 1 + right.index(":")
             raise LayoutError(f"{word!r} has two ':'; separate pairs by ';'", caret(text, at))

@@ -116,7 +116,9 @@ def assert_collectives(program: Program, expected: Sequence[Any] | Mapping[str, 
         _assert_counts(program, expected)
         return
     if isinstance(expected, str) or not isinstance(expected, Sequence):
-        raise GraphError(f"assert_collectives: expected must be a list of collectives, got {expected!r:.80}")
+        raise GraphError(
+            f"assert_collectives: expected must be a list, such as ['all_reduce over rows'], got {expected!r:.80}"
+        )
     wanted = [w for entry in expected for w in _read(entry, program)]
     collectives = _found(program)
     missing, unexpected = _unmatched(wanted, collectives)

@@ -29,7 +29,7 @@ class Shown(Attributes):
         return cell(self)
 
 
-class Brief:
+class Brief(Attributes):
     """A dataclass whose repr has the fields that differ from their defaults, in at most 200 characters.
 
     >>> import meshlib as mtf

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from hardware.unknown_names import Attributes
 from meshlib.core.arguments import at
 from meshlib.core.errors import DataError, FeedError, nearest
 from meshlib.core.text import counted
@@ -61,7 +62,7 @@ class Map:
 
 
 @dataclass(frozen=True, eq=False)
-class Data:
+class Data(Attributes):
     """Examples and the stages applied to them; created by `mtf.data.arrays`, `records`, `idx`, `text` and `folder`.
 
     Iterate over it, `for batch in data`, or keep the iterator, `feed = iter(data)`, which has a `state()`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hardware.unknown_names import Attributes
 from layouts import Dimension, Shape
 from meshlib.core.arguments import at, choice
 from meshlib.core.dtypes import FLOAT64, as_dtype
@@ -22,7 +23,7 @@ EIGHT_BIT_PRODUCTS = {"int8": ("int8", "int8"), "fp8": ("fp8", "fp8"), _FULL: ("
 
 
 @dataclass(frozen=True)
-class Numerics:
+class Numerics(Attributes):
     """Dtypes of variables and activations, and precision of products, of layers.
 
     Every layer with variables takes it as `numerics`, by default `mtf.Numerics()`. The first three fields are Mesh

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from math import gcd
 from typing import Any, Self
 
+from hardware.unknown_names import Attributes
 from layouts import Dimension
 from layouts.checking import some
 from meshlib.core.arguments import at, choice, whole
@@ -24,7 +25,7 @@ _OF_OTHERS = {
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Attributes):
     """A frozen record with the configuration of a model."""
 
     def __new__(cls, *values: object, **given: object) -> Self:

@@ -16,6 +16,7 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
+from hardware.unknown_names import Attributes
 from layouts import Shape
 from meshlib.core import initializers
 from meshlib.core.arguments import NOT_NEGATIVE, POSITIVE, at, bounded, flag, items
@@ -118,7 +119,7 @@ class OptimizerOptions(TypedDict, total=False):
     slots_on_host: bool
 
 
-class Optimizer(abc.ABC):
+class Optimizer(Attributes, abc.ABC):
     """Maps gradients to updates of variables; a subclass defines the `rule`.
 
     `lr` is a float, a tensor without dims, or a schedule: a function of the int32 number of previous updates.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hardware.unknown_names import Attributes
 from layouts.checking import some
 from meshlib.core.errors import ProgramError
 from meshlib.core.text import bytes_text, counted, grid
@@ -81,7 +82,7 @@ class LayoutRow:
 
 
 @dataclass(frozen=True)
-class Verification:
+class Verification(Attributes):
     """Result of `mtf.verify`: one row per layout, in order.
 
     `compared` names the arrays; `notes` lists limits of the proof; `refused` are searched layouts that the lowering

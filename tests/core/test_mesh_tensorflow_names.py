@@ -207,6 +207,15 @@ def test_unknown_attributes_are_answered() -> None:
         _ = simulation.stat  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match=r"Simulation has no 'losses'; it has .*shard, .*state, step$"):
         _ = simulation.losses  # type: ignore[attr-defined]
+    for value, name, known in (
+        (mtf.optimize.SgdOptimizer(0.1), "minimise", "minimize"),
+        (mtf.data.arrays({"x": np.zeros(4)}), "shufle", "shuffle"),
+        (mtf.models.image_preset("resnet-50"), "parameter", "parameters"),
+        (mtf.Numerics(), "activations_dtype", "activation_dtype"),
+        (mtf.XLA_TPU, "overlaps", "overlap"),
+    ):
+        with pytest.raises(AttributeError, match=rf"^{type(value).__name__} has no '{name}'; did you mean '{known}'"):
+            getattr(value, name)
     assert not hasattr(simulation, "__array__")
 
 

@@ -67,6 +67,23 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: mtf.search(matmul, "v5e-8", seconds=float("nan")),
         "seconds must be a finite number, got float nan",
     ),
+    "a dim as a number": (lambda: 2 * B, "dimension batch:8 is a name and a size, not a number; take its .size"),  # type: ignore[operator]
+    "axes in brackets": (
+        lambda: mtf.LayoutRules("batch:(a,b)"),
+        "several axes are joined by '+', as in batch:rows+cols",
+    ),
+    "a device as a text": (
+        lambda: mtf.simulate(loss_program()).shard("w", "0"),
+        "a device of mesh * must be its number, or a coordinate with an integer for each axis, got '0'",
+    ),
+    "an equation of einsum": (
+        lambda: mtf.einsum("bk,kn->bn", B),  # type: ignore[arg-type]
+        "dims go by name; write mtf.einsum([x, w], output_shape=...), not 'bk,kn->bn'",
+    ),
+    "a collective in no list": (
+        lambda: mtf.testing.assert_collectives(loss_program(), "all_reduce over a"),  # type: ignore[arg-type]
+        "must be a list, such as ['all_reduce over rows'], got 'all_reduce over a'",
+    ),
     "a graph with a name": (
         lambda: mtf.Graph("net"),
         "Graph (*): it takes none by position, got 1; *mtf.Graph() as graph",

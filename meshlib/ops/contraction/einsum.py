@@ -306,6 +306,11 @@ def einsum(
       >>> print(mtf.einsum([x, w], reduced_dims=[mtf.Dimension("inner", 4)]).shape)
       [batch:8, outer:2]
     """
+    given: object = xs
+    if isinstance(given, str):
+        raise ShapeError(
+            f"{at('einsum')}: dims go by name; write mtf.einsum([x, w], output_shape=...), not {given!r:.80}"
+        )
     operands = _operands(xs)
     choice(precision, "einsum", "precision", PRECISIONS)
     result_dtype = None if dtype is None else as_dtype(dtype)
