@@ -23,6 +23,7 @@ from meshlib.core.arguments import items, number, whole
 from meshlib.core.compiler import XLA_TPU, Compiler, require_compiler
 from meshlib.core.errors import GraphError, LayoutError, MeshlibError, SliceError, nearest
 from meshlib.core.executors import executor_of
+from meshlib.core.forks import check_workers
 from meshlib.core.wording import argument
 from meshlib.models import TransformerConfig, layout, train_step, usual_layouts
 from meshlib.models.train import OFFLOAD, transformer_builder
@@ -32,7 +33,6 @@ from meshlib.searching.result import Found
 from meshlib.searching.resume_file import KeptEstimates, keys_of
 from meshlib.searching.roles import roles_of, space_of
 from meshlib.searching.space import Candidate, Choices, Fixed, candidates, laid, lighter_ones
-from meshlib.searching.workers import check_forks
 
 __all__ = ["Candidate", "Found", "SearchInterrupted", "search"]
 
@@ -68,10 +68,7 @@ def _check_run(
     if seconds is not None and number(seconds, "search", "seconds") <= 0:
         raise GraphError(f"search: seconds must be more than 0, or None, got {seconds}")
     if workers is not None and executor_of(workers) is None:
-        count = whole(workers, "search", "workers")
-        if count < 1:
-            raise GraphError(f"search: workers must be at least 1, got {workers}")
-        check_forks(count)
+        check_workers(workers, "search")
     if progress is not None and not callable(progress):
         raise GraphError(f"search: progress must be a function of (done, all, text), got {progress!r:.80}")
     if resume is not None and not isinstance(resume, str | Path):

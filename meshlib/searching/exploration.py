@@ -23,6 +23,7 @@ from typing import Any
 
 from meshlib.core.errors import LayoutError
 from meshlib.core.executors import Tasks, executor_of
+from meshlib.core.forks import Workers, usual_workers
 from meshlib.core.text import bytes_text, seconds_text
 from meshlib.searching.bounds.candidate import BATCH
 from meshlib.searching.outcomes import ALIKE, BOUNDED, ESTIMATED, NEEDLESS, OPEN, REFUSED, TOO_LARGE, Figures, Outcome
@@ -31,7 +32,7 @@ from meshlib.searching.result import Found, plainness
 from meshlib.searching.resume_file import KeptEstimates
 from meshlib.searching.roles import AxisRole
 from meshlib.searching.space import Candidate, Choices
-from meshlib.searching.workers import CandidateBatch, SearchTasks, Workers, usual_workers
+from meshlib.searching.workers import CandidateBatch, SearchTasks
 
 BAND = 2  # times the model's error: candidates expected within this of the best are equally promising
 FIRST, ROUND = 2, 8  # candidates in the first round, when no bound excludes anything yet, and in later ones
@@ -379,7 +380,7 @@ class Search:
             return self._answers_of_executor(task, numbers)
         expected = len(numbers) * self.took.get(task, 0.0)
         if self.workers is None and self.count > 1 and self.values and len(numbers) > 1 and expected > PAYS_SECONDS:
-            self.workers = Workers(self.count, self.work)
+            self.workers = Workers(self.count, self.work, "search")
         if self.workers is not None and len(numbers) > 1:
             return self.workers.answers(task, numbers, self.until)
         answers: dict[Any, Any] = {}

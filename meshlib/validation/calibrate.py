@@ -13,8 +13,9 @@ Source: Huber, "Robust estimation of a location parameter", 1964.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,22 +63,25 @@ def fit(cases: Sequence[Case]) -> Physics:
     return physics
 
 
-def left_out(cases: Sequence[Case], fitted: Physics) -> dict[str, Physics]:
+def left_out(cases: Sequence[Case], fitted: Physics, mapped: Callable[..., Iterable[Any]] = map) -> dict[str, Physics]:
     """Leave-one-out fits: for each group, constants fitted to the cases of all other groups, starting from `fitted`.
+
+    `mapped` applies a function to each item, as `map` does, perhaps in other processes.
 
     Raises: GraphError if there is one group only.
     """
     groups = list(dict.fromkeys(c.group for c in cases))
     if len(groups) < 2:
         raise GraphError(f"left_out: all {len(cases)} cases are of one group, {groups}; nothing would remain to fit to")
-    shared = _Slopes.of(cases, fitted)
-    physics_of = {}
-    for group in groups:
-        others = [n for n, c in enumerate(cases) if c.group != group]
-        near = _huber_step(shared, others)
-        moved = np.array([cases[n].residual(near) for n in others])
-        physics_of[group] = _huber_step(_Slopes(near, moved, shared.slopes[others]), range(len(others)))
-    return physics_of
+    shared = _Slopes.of(cases, fitted, mapped)
+
+    others = {group: [n for n, c in enumerate(cases) if c.group != group] for group in groups}
+    near = {group: _huber_step(shared, others[group]) for group in groups}
+    residuals = mapped(lambda group: [cases[n].residual(near[group]) for n in others[group]], groups)
+    return {
+        group: _huber_step(_Slopes(near[group], np.array(moved), shared.slopes[others[group]]), range(len(moved)))
+        for group, moved in zip(groups, residuals, strict=True)
+    }
 
 
 def _line_search(cases: Sequence[Case], here: Physics, there: Physics) -> tuple[Physics, float]:
@@ -115,18 +119,20 @@ class _Slopes:
     slopes: Floats  # [cases, constants]
 
     @classmethod
-    def of(cls, cases: Sequence[Case], physics: Physics) -> _Slopes:
+    def of(cls, cases: Sequence[Case], physics: Physics, mapped: Callable[..., Iterable[Any]] = map) -> _Slopes:
         names = Physics.fitted()
-        here = np.array([c.residual(physics) for c in cases])
-        columns = []
-        for name in names:
-            about = Physics.field(name).metadata
-            now = getattr(physics, name)
-            step = STEP * about["prior"][1]
-            moved = now - step if now + step > about["range"][1] else now + step
-            there = replace(physics, **{name: moved})
-            columns.append((np.array([c.residual(there) for c in cases]) - here) / (moved - now))
-        return cls(physics, here, np.stack(columns, axis=1))
+        now, moved = (np.array([of(physics, name) for name in names]) for of in (getattr, _moved))
+        at = [physics, *(replace(physics, **{name: float(x)}) for name, x in zip(names, moved, strict=True))]
+        residuals = np.array([*mapped(lambda case: [case.residual(p) for p in at], cases)])
+        here = residuals[:, 0]
+        return cls(physics, here, (residuals[:, 1:] - here[:, None]) / (moved - now))
+
+
+def _moved(physics: Physics, name: str) -> float:
+    """A constant a little higher, or lower at the end of its range, for its slope."""
+    about, now = Physics.field(name).metadata, getattr(physics, name)
+    step = STEP * about["prior"][1]
+    return float(now - step if now + step > about["range"][1] else now + step)
 
 
 def _huber_step(at: _Slopes, chosen: Sequence[int] | range) -> Physics:

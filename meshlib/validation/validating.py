@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from hardware.checks import HardwareError
 from meshlib.core.compiler import XLA_TPU, Compiler, require_compiler
 from meshlib.core.documents import read_json
 from meshlib.core.errors import GraphError, MeshlibError
+from meshlib.core.forks import check_workers, mapped, usual_workers
 from meshlib.core.garbage import uncollected
 from meshlib.estimation import CALIBRATED, Physics
 from meshlib.validation import inference, micro
@@ -41,6 +43,10 @@ from meshlib.validation.training import Prepared, prepare
 
 # Errors that figures of rows can cause: one unreadable row must not hide the others.
 _UNREADABLE = (MeshlibError, HardwareError, ArithmeticError, AttributeError, TypeError, ValueError, LookupError)
+
+
+MOST_WORKERS = 8  # by default
+Mapped = Callable[..., list[Any]]  # `mapped` with a number of workers
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,7 @@ def validate(
     refit: bool = False,
     compiler: Compiler = XLA_TPU,
     progress: Callable[[int, int], object] | None = None,
+    workers: int | None = None,
 ) -> Validation:
     """Predict every row of a file of published results, or of the set in the package.
 
@@ -160,14 +167,18 @@ def validate(
       path: JSON: {"rows": [...]} or a list; each row has `id`, `family`, `chip`, `model`, `measured`, `slice`.
       refit: fit the constants to the training runs among the rows first.
       compiler: the compiler for which programs are lowered and scheduled, with what a row says of its software.
-      progress: called with (rows done, all rows) after each.
-    Raises: GraphError for a file that cannot be read or has no rows.
+      progress: called with (rows done, all rows) after one or several.
+      workers: number of forked processes, as of `mtf.search`; 1: none. Results are independent of them.
+    Raises: GraphError for a file that cannot be read or has no rows, or a bad number of workers.
     """
     rows = ROWS if path is None else _load(path)
     require_compiler(compiler, "validate")
-    report_progress = progress or (lambda done, total: None)
+    if workers is not None:
+        check_workers(workers, "validate")
+    forked = partial(mapped, "validate", workers or usual_workers(MOST_WORKERS))
     checked = [check_row(row, compiler) for row in rows]
-    return _with_runs(checked, refit, compiler, report_progress)
+    prepared, of_images = _prepare(checked, compiler, forked, progress or (lambda done, total: None))
+    return _with_runs(checked, prepared, of_images, refit, compiler, forked)
 
 
 def _load(path: str | Path) -> list[dict[str, Any]]:
@@ -206,67 +217,79 @@ def check_row(row: Mapping[str, Any], compiler: Compiler = XLA_TPU) -> Checked:
         return replace(checked, why_not=f"its figures make no program: {fault}".splitlines()[0])
 
 
-def _with_runs(
-    checked: Sequence[Checked], refit: bool, compiler: Compiler, told: Callable[[int, int], object]
-) -> Validation:
-    """Fill in the predictions of training runs."""
-    rows = list(checked)
-    prepared, of_images = _prepare(rows, compiler, told)
-    counted = {n: p for n, p in prepared.items() if not p.run.apart}
-    cases = [Case(p.run.name, p.run.chip, p.run.measured_seconds, p.seconds) for p in counted.values()]
-    physics = fit(cases) if refit and cases else CALIBRATED
-    without = left_out(cases, physics) if len({c.group for c in cases}) > 1 else {}
-    runs = [p.run for p in counted.values()]
-    for n, p in prepared.items():
-        others = without.get(p.run.chip)
-        rows[n] = replace(
-            rows[n],
-            predicted_seconds=p.seconds(physics),
-            left_out_seconds=p.seconds(others) if others is not None and n in counted else None,
-            naive_seconds=naive_seconds(p.run, runs) if n in counted else None,
-            naive_left_out_seconds=naive_without_chip_seconds(p.run, runs) if n in counted else None,
-        )
-    for n, row in enumerate(rows):
-        others = without.get(row.chip, physics)  # no scored runs on this chip: it had no influence on the constants
-        if n in of_images:
-            rows[n] = _with_images(row, of_images[n], of_images.values(), physics, others)
-        elif row.priced is not None and row.phase:
-            left_out_seconds = row.priced.seconds(others)
-            rows[n] = replace(row, predicted_seconds=row.priced.seconds(physics), left_out_seconds=left_out_seconds)
-    return Validation(tuple(rows), physics, compiler)
-
-
 def _prepare(
-    rows: list[Checked], compiler: Compiler, told: Callable[[int, int], object]
+    rows: list[Checked], compiler: Compiler, forked: Mapped, told: Callable[[int, int], object]
 ) -> tuple[dict[int, Prepared], dict[int, PreparedImages]]:
     """The programs of training runs, of text and of images, by row; a row without one is replaced by its reason."""
+    alike: dict[object, list[int]] = {}  # rows of images share programs, and take longest
+    for n, row in enumerate(rows):
+        if row.images is not None:
+            alike.setdefault((row.images.config, row.images.dims[1], row.images.optimizer), []).append(n)
+    groups = [*alike.values(), *([n] for n, row in enumerate(rows) if row.run is not None)]
+    waiting = {group: len(numbers) for group, numbers in enumerate(groups)}
+
+    def done(group: int) -> None:
+        del waiting[group]
+        told(len(rows) - sum(waiting.values()), len(rows))
+
+    answers = forked(lambda numbers: [_prepared(rows[n], compiler) for n in numbers], groups, done)
     prepared: dict[int, Prepared] = {}
     of_images: dict[int, PreparedImages] = {}
-    for n, row in enumerate(rows):
-        told(n, len(rows))
-        try:
-            if row.run is not None:
-                prepared[n] = prepare(row.run, compiler)
-            elif row.images is not None:
-                of_images[n] = prepare_images(row.images, compiler)
-        except _UNREADABLE as fault:
-            why = f"its program is refused: {fault}".splitlines()[0]
-            rows[n] = replace(row, run=None, images=None, measured_seconds=None, apart="", why_not=why)
+    for n, answer in sorted(pair for pairs in map(zip, groups, answers) for pair in pairs):
+        if isinstance(answer, Prepared):
+            prepared[n] = answer
+        elif isinstance(answer, PreparedImages):
+            of_images[n] = answer
+        else:
+            rows[n] = replace(rows[n], run=None, images=None, measured_seconds=None, apart="", why_not=answer)
     return prepared, of_images
 
 
-def _with_images(
-    row: Checked, own: PreparedImages, runs: Iterable[PreparedImages], physics: Physics, others: Physics
-) -> Checked:
-    """A ResNet run with its predictions, by the model and by the naive rule."""
+def _prepared(row: Checked, compiler: Compiler) -> Prepared | PreparedImages | str:
+    """The programs of a training run, or why there are none."""
+    try:
+        if row.images is not None:
+            return prepare_images(row.images, compiler)
+        assert row.run is not None
+        return prepare(row.run, compiler)
+    except _UNREADABLE as fault:
+        return f"its program is refused: {fault}".splitlines()[0]
+
+
+def _with_runs(
+    rows: list[Checked], prepared: Mapping[int, Prepared], of_images: Mapping[int, PreparedImages], refit: bool,
+    compiler: Compiler, forked: Mapped,
+) -> Validation:  # fmt: skip
+    """Fill in the predictions of training runs."""
+    counted = {n: p for n, p in prepared.items() if not p.run.apart}
+    cases = [Case(p.run.name, p.run.chip, p.run.measured_seconds, p.seconds) for p in counted.values()]
+    physics = fit(cases) if refit and cases else CALIBRATED
+    without = left_out(cases, physics, forked) if len({c.group for c in cases}) > 1 else {}
+    runs = [p.run for p in counted.values()]
+    inferred = {n: row.priced for n, row in enumerate(rows) if row.priced is not None and row.phase}
+    programs: dict[int, Prepared | PreparedImages | Priced] = {**prepared, **of_images, **inferred}
+    # Without scored runs on a chip, it had no influence on the constants.
+    at = {n: (physics, without.get(rows[n].chip, physics)) for n in programs}
+    seconds = forked(lambda n: [programs[n].seconds(constants) for constants in at[n]], [*programs])
+    for n, (whole, left) in zip(programs, seconds, strict=True):
+        rows[n] = replace(rows[n], predicted_seconds=whole, left_out_seconds=left)
+    for n, p in prepared.items():
+        fitted = n in counted
+        rows[n] = replace(
+            rows[n],
+            left_out_seconds=rows[n].left_out_seconds if fitted and p.run.chip in without else None,
+            naive_seconds=naive_seconds(p.run, runs) if fitted else None,
+            naive_left_out_seconds=naive_without_chip_seconds(p.run, runs) if fitted else None,
+        )
+    for n, own in of_images.items():
+        rows[n] = _with_naive(rows[n], own, of_images.values())
+    return Validation(tuple(rows), physics, compiler)
+
+
+def _with_naive(row: Checked, own: PreparedImages, runs: Iterable[PreparedImages]) -> Checked:
+    """A ResNet run with its predictions by the naive rule."""
     counted = [p for p in runs if not p.run.apart]
     like = [p.utilisation for p in counted if p.run.chip == own.run.chip]
     unlike = [p.utilisation for p in counted if p.run.chip != own.run.chip]
     at_peak = own.utilisation * own.run.measured_seconds
-    return replace(
-        row,
-        predicted_seconds=own.seconds(physics),
-        left_out_seconds=own.seconds(others),
-        naive_seconds=at_median(at_peak, like),
-        naive_left_out_seconds=at_median(at_peak, unlike),
-    )
+    return replace(row, naive_seconds=at_median(at_peak, like), naive_left_out_seconds=at_median(at_peak, unlike))

@@ -51,18 +51,18 @@ if __name__ == "__main__":
 """,
     "search": """
 from types import SimpleNamespace
-from meshlib.searching.workers import Workers
+from meshlib.core.forks import Workers
 
-workers = Workers(2, SimpleNamespace(slow=lambda n: sum(range(10**11))))
+workers = Workers(2, SimpleNamespace(slow=lambda n: sum(range(10**11))), "slow")
 print("started", flush=True)
 workers.answers("slow", range(4), None)
 """,
     "search, pipes held by another process": """
 import os, time
 from types import SimpleNamespace
-from meshlib.searching.workers import Workers
+from meshlib.core.forks import Workers
 
-workers = Workers(2, SimpleNamespace(slow=lambda n: time.sleep(1000)))
+workers = Workers(2, SimpleNamespace(slow=lambda n: time.sleep(1000)), "slow")
 if not os.fork():  # a process that is not a child of this one outlives it
     if not os.fork():
         time.sleep(4)

@@ -18,13 +18,13 @@ import pytest
 import meshlib as mtf
 from hardware.slices import Slice
 from layouts import LayoutRules
+from meshlib.core.forks import usual_workers
 from meshlib.searching import exploration
 from meshlib.searching.outcomes import ALIKE, BOUNDED, ESTIMATED, NEEDLESS, OPEN, REFUSED, TOO_LARGE
 from meshlib.searching.programs import SearchProblem, problem_of
 from meshlib.searching.result import plainness
 from meshlib.searching.roles import roles_of
 from meshlib.searching.space import Candidate, Fixed, candidates
-from meshlib.searching.workers import usual_workers
 from tests.effort import draws
 from tests.paths import ROOT
 from tests.searching.test_bounds import SLOW, slowed

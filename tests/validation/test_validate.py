@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -14,7 +16,7 @@ from meshlib.validation.runs import ROWS, run_of
 from meshlib.validation.training import prepare
 from meshlib.validation.validating import Validation, absolute, check_row, percentile, validate
 from tests.effort import deep
-from tests.paths import SHARED
+from tests.paths import ROOT, SHARED
 from tests.validation.rows import BY_NAME, LOOKED_AT, MICRO, PREDICTED, TRAINING
 
 DECODE = BY_NAME["inf-62b-ll-decode"]
@@ -146,6 +148,35 @@ def test_rows_that_make_no_program_say_why(row, why):
     found = check_row(row)
     assert found.error is None
     assert why in found.why_not
+
+
+IMAGES = {"id": "images", "chip": "v3", "n_chips": 4, "slice": {"topology": "2x2"}, "layout": {"data": 8},
+          "model": {"name": "ResNet-18", "arch": "CNN", "image": 32}, "batch": {"global_examples": 64},
+          "measured": {"step_time_ms": 1.0}}  # fmt: skip
+
+
+def test_processes_do_not_change_the_result(tmp_path):
+    """In a process without JAX, beside which nothing is forked."""
+    odd = {**BY_NAME["mt-v5p-32b-1x128"], "id": "odd"}
+    odd["model"] = {**odd["model"], "d_ff": 8191}
+    rows = [DECODE, TRAINING[0], IMAGES, odd, TRAINING[1], MICRO[0]]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    code = f"""
+from meshlib.validation.validating import validate
+for workers in (1, 2):
+    told = []
+    found = validate({str(tmp_path / "rows.json")!r}, workers=workers, progress=lambda *counts: told.append(counts))
+    assert told == [(n, 6) for n in range(3, 7)], told
+    print([(r, r.run, r.images) for r in found.rows], found, sep="\\n")
+    print("--")
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    alone, forked, _ = done.stdout.split("--\n")
+    assert alone == forked
+    assert "odd: its program is refused" in alone
+    with pytest.raises(mtf.GraphError, match="workers must be at least 1, got 0"):
+        validate(workers=0)
 
 
 def test_command(capsys, tmp_path):
