@@ -210,7 +210,7 @@ def _search(search: Found) -> str:
 def _serving(serving: Serving) -> str:
     rows = [_serving_row(p, p in serving.frontier) for p in serving.points]
     head = ("layout", "batch", f"a token {MODELLED}", f"tokens/s {MODELLED}", f"1 M tokens {MODELLED}",
-            f"prefill {MODELLED}", f"peak {EXACT}")  # fmt: skip
+            f"prefill {MODELLED}", f"needs {MODELLED}")  # fmt: skip
     summary = paragraph(f"{text(repr(serving).strip('<>'))}; bold is the frontier of latency and throughput")
     return summary + _latency_picture(serving) + folding_table(head, rows, ROWS, " points", range(1, 7))
 
@@ -220,7 +220,7 @@ def _serving_row(p: ServingPoint, best: bool) -> tuple[str, ...]:
     name = f"<b>{text(p.name)}</b>" if best else text(p.name)
     return (name, f"{p.batch:,}", text(seconds_text(p.token_seconds)), f"{p.tokens_per_second:,.0f}",
             "" if cost is None else text(usd_text(cost)), text(seconds_text(p.prefill_seconds)),
-            text(bytes_text(p.peak_bytes)))  # fmt: skip
+            text(bytes_text(p.needed_bytes)))  # fmt: skip
 
 
 def _latency_picture(serving: Serving) -> str:

@@ -79,8 +79,8 @@ def shards(sharding: Sharding, name: str = "", device: int = 0) -> str:
         if plan.down is not None and n % columns == 0:
             middle = y + height / 2
             picture.add(
-                "text", "", content=text(_side(sharding, plan.down)), x=x - 4, y=middle, text_anchor="middle",
-                transform=f"rotate(-90 {x - 4:.0f} {middle:.0f})",
+                "text", "", content=text(_side(sharding, plan.down)), x=x - 5, y=middle, text_anchor="middle",
+                transform=f"rotate(-90 {x - 5:.0f} {middle:.0f})",
             )  # fmt: skip
         if index:
             label = ", ".join(

@@ -190,4 +190,5 @@ def _network_table(est: Estimate) -> str:
          f'<i class="key l-{level(load)}"></i>{load:.1%}')
         for (place, size), load in zip([p for p in places(est.slice) if p[1] > 1], loads(est).values(), strict=True)
     ]  # fmt: skip
-    return table(("network", "size", f"busy {MODELLED}", f"of the step {MODELLED}"), rows, right=(1, 2, 3))
+    head = ("network", "size", f"busy {MODELLED}", f"of the step {MODELLED}")
+    return table(head, rows, right=(1, 2, 3)) if rows else ""

@@ -96,7 +96,7 @@ def about(est: Estimate) -> str:
         (f"flops of a device {EXACT}", f"{est.flops:,}"),
         (f"bytes over HBM {EXACT}", f"{est.hbm_bytes:,}"),
         (f"bytes sent by a device {EXACT}", f"{round(est.sent_bytes):,}"),
-        (f"peak of memory {EXACT}", f"{est.memory.peak_bytes:,}"),
-        (f"memory needed {MODELLED}", f"{est.memory.needed_bytes:,}"),
+        (f"peak of memory, bytes {EXACT}", f"{est.memory.peak_bytes:,}"),
+        (f"memory needed, bytes {MODELLED}", f"{est.memory.needed_bytes:,}"),
     ]
     return table(("", ""), rows)

@@ -109,7 +109,7 @@ class Tuned:
         lines += [f"as given it can't run: {self.given.fault}"] if self.given.fault else []
         lines += [
             "",
-            "change, and what it gains:" if self.changes else "no change gains anything",
+            "change, and its effect:" if self.changes else "no change gains anything",
             *map(str, self.changes),
         ]
         tried = f"{self.tried} configurations tried"

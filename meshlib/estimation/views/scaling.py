@@ -128,9 +128,10 @@ class Scaling:
         shares = [100 * share for share in self.efficiency]
         axes.bar(range(len(shares)), shares, 0.7, color="tab:blue")
         for n, (share, e) in enumerate(zip(shares, self.estimates, strict=True)):
-            axes.annotate(f"{share:.0f} %\nMFU {100 * e.mfu:.1f} %", (n, share), ha="center", va="bottom")
+            about = f"{share:.0f} %\nMFU\n{100 * e.mfu:.1f} %"
+            axes.annotate(about, (n, share / 2), ha="center", va="center", color="white")
         axes.set(title=f"efficiency against {self.estimates[0].slice.name} (modelled)", ylabel="%")
-        axes.set_ylim(0, 1.25 * max(100.0, *shares))
+        axes.set_ylim(0, 1.05 * max(100.0, *shares))
 
     def _draw_memory(self, axes: Any) -> None:
         gib = 2**30
