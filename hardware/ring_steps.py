@@ -59,6 +59,9 @@ class RingStep(Attributes):
     transfers: tuple[BlockTransfer, ...]
     held: Held
 
+    def __repr__(self) -> str:
+        return f"<step {self.number}, {self.phase}: {len(self.transfers)} transfers>"
+
     def __str__(self) -> str:
         if not self.transfers:
             return "\n".join(["start", *_rows(self)])

@@ -19,13 +19,23 @@ from meshlib.estimation import DeviceMemory, Estimate
 from meshlib.program.analysis.memory import KINDS, Memory
 from meshlib.report.alternatives import Alternative, pareto_front
 from meshlib.report.markup import asset
-from meshlib.report.memory import memory_over_time
+from meshlib.report.memory import FAR, memory_over_time
 from meshlib.report.shards import grid_of
 from meshlib.report.stages import TASK_CLASSES, pipelines_of
 from meshlib.report.timeline import bars_of, lanes_of
 from meshlib.report.torus import corner, links_of
 
-GIB = 2**30
+BYTES = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0))
+SECONDS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+
+
+def unit_of(value: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
+    """The largest unit not above the value, otherwise the smallest; its name and size.
+
+    >>> unit_of(0.02, SECONDS), unit_of(0, BYTES)
+    (('ms', 0.001), ('B', 1.0))
+    """
+    return next((unit for unit in units if value >= unit[1]), units[-1])
 
 
 @cache
@@ -56,39 +66,44 @@ def plot_estimate(est: Estimate, ax: Any, what: str) -> Any:
 def _timeline(est: Estimate, axes: Any) -> None:
     lanes = lanes_of(est)
     labelled: set[str] = set()
+    name, size = unit_of(est.schedule.seconds, SECONDS)
     for bar in bars_of(est.schedule, est.slice.chip):
         row, below = lanes.index(bar.lane), 0.1
+        begin, end = bar.begin / size, bar.end / size
         for unit, share in bar.parts or ((bar.unit, 1.0),):
             label = None if unit in labelled else unit
             labelled.add(unit)
-            spans = [(bar.begin, bar.end - bar.begin)]
-            axes.broken_barh(spans, (row + below, 0.8 * share), facecolors=colour(f"u-{unit.lower()}"), label=label)
+            spans, face = [(begin, end - begin)], colour(f"u-{unit.lower()}")
+            axes.broken_barh(spans, (row + below, 0.8 * share), facecolors=face, label=label)
             below += 0.8 * share
         if bar.parts and bar.lane == lanes[0]:
-            axes.text(
-                (bar.begin + bar.end) / 2, row + 0.5, bar.name, ha="center", va="center", color="white", fontsize=8
-            )
+            axes.text((begin + end) / 2, row + 0.5, bar.name, ha="center", va="center", color="white", fontsize=8)
     axes.set_yticks([n + 0.5 for n in range(len(lanes))], lanes)
-    axes.set(ylim=(len(lanes), 0), xlim=(0, est.schedule.seconds), xlabel="seconds of the step (modelled)")
+    axes.set(ylim=(len(lanes), 0), xlim=(0, est.schedule.seconds / size), xlabel=f"{name} of the step (modelled)")
     axes.legend(fontsize=7, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.2))
 
 
 def _memory(est: Estimate, axes: Any) -> None:
     moments = memory_over_time(est)
-    times = [t for m in moments for t in (m.begin, m.end)]
+    name, size = unit_of(est.schedule.seconds, SECONDS)
+    times = [t / size for m in moments for t in (m.begin, m.end)]
     _stack(axes, times, [m.kinds for m in moments for _ in (0, 1)], est.memory.capacity_bytes)
-    axes.set_xlabel("seconds of the step (modelled)")
+    axes.set_xlabel(f"{name} of the step (modelled)")
 
 
 def _stack(axes: Any, times: Sequence[float], usage: Sequence[tuple[int, ...]], capacity: int) -> None:
     shown = [n for n in range(len(KINDS)) if any(kinds[n] for kinds in usage)]
-    heights = [[kinds[n] / GIB for kinds in usage] for n in shown]
-    axes.stackplot(times, *heights, labels=[KINDS[n] for n in shown], colors=[colour(f"k-{n}") for n in shown])
-    axes.axhline(capacity / GIB, color="#d64545", linestyle="--", label=f"capacity {bytes_text(capacity)}")
     totals = [sum(kinds) for kinds in usage]
     peak = totals.index(max(totals))
-    axes.plot([times[peak]], [totals[peak] / GIB], "o", color="#d64545", label=f"peak {bytes_text(totals[peak])}")
-    axes.set_ylabel("GiB of one device (exact)")
+    name, size = unit_of(totals[peak], BYTES)
+    heights = [[kinds[n] / size for kinds in usage] for n in shown]
+    axes.stackplot(times, *heights, labels=[KINDS[n] for n in shown], colors=[colour(f"k-{n}") for n in shown])
+    if totals[peak] * FAR < capacity:  # what is live would be a line at the bottom
+        axes.plot([], [], " ", label=f"capacity {bytes_text(capacity)}, above this picture")
+    else:
+        axes.axhline(capacity / size, color="#d64545", linestyle="--", label=f"capacity {bytes_text(capacity)}")
+    axes.plot([times[peak]], [totals[peak] / size], "o", color="#d64545", label=f"peak {bytes_text(totals[peak])}")
+    axes.set_ylabel(f"{name} of one device (exact)")
     axes.legend(fontsize=7, ncols=3, loc="lower right")
 
 
@@ -106,12 +121,13 @@ def plot_memory(memory: Memory, ax: Any) -> Any:
     """`Memory.plot`: over the instructions."""
 
     def panel(axes: Any) -> None:
-        usage = [size / GIB for size in memory.timeline_bytes]
+        name, size = unit_of(memory.peak_bytes, BYTES)
+        usage = [held / size for held in memory.timeline_bytes]
         axes.fill_between(range(len(usage)), usage, color=colour("k-0"), step="mid")
         axes.axhline(
-            memory.peak_bytes / GIB, color="#d64545", linestyle="--", label=f"peak {bytes_text(memory.peak_bytes)}"
+            memory.peak_bytes / size, color="#d64545", linestyle="--", label=f"peak {bytes_text(memory.peak_bytes)}"
         )
-        axes.set(xlabel="instruction", ylabel="GiB of one device (exact)")
+        axes.set(xlabel="instruction", ylabel=f"{name} of one device (exact)")
         axes.legend(fontsize=8)
 
     return plotted("Memory.plot", ax, [panel], (10, 3))
@@ -155,7 +171,7 @@ def _torus(est: Estimate, axes: Any) -> None:
             axes.plot([x2, x2 - dx], [y2, y2 - dy], ":", color=shade, linewidth=2, zorder=1)
     spots = [spot(at) for at in product(*map(range, shape))]
     axes.scatter([x for x, _ in spots], [y for _, y in spots], 30, color="#4e79a7", zorder=2)
-    axes.set(aspect="equal", title=f"{est.slice.name}: the busiest links {most:.0%} of the step (modelled)")
+    axes.set(aspect="equal", title=f"{est.slice.name}: the busiest links {most:.1%} of the step (modelled)")
     axes.axis("off")
 
 
@@ -171,23 +187,22 @@ def plot_alternatives(options: Sequence[Alternative], capacity_bytes: float, ax:
     """`plot` of a search: step time against memory, with the Pareto front."""
 
     def panel(axes: Any) -> None:
-        front = pareto_front(options)
-        for fits, colour in ((True, "#4e79a7"), (False, "#d64545")):
-            some = [a for a in options if a.fits == fits]
-            label = "fits" if fits else "does not fit"
-            if some:
-                axes.scatter(
-                    [a.step_seconds for a in some], [a.needed_bytes / GIB for a in some], 20, color=colour, label=label
-                )
-        places = [(a.step_seconds, a.needed_bytes / GIB) for a in front]
-        axes.step([x for x, _ in places], [y for _, y in places], where="post", color="#3f9a4b", label="Pareto front")
-        chosen = [a for a in options if a.chosen]
-        axes.scatter(
-            [a.step_seconds for a in chosen], [a.needed_bytes / GIB for a in chosen], 90, facecolors="none",
-            edgecolors="black", label="chosen",
-        )  # fmt: skip
-        axes.axhline(capacity_bytes / GIB, color="#d64545", linestyle="--", label="capacity")
-        axes.set(xlabel="seconds of a step (modelled)", ylabel="GiB that the compiled step needs (modelled)")
+        most = max((a.needed_bytes for a in options), default=0.0)
+        time, second = unit_of(max((a.step_seconds for a in options), default=0.0), SECONDS)
+        name, byte = unit_of(most, BYTES)
+
+        def places(some: Sequence[Alternative]) -> tuple[list[float], list[float]]:
+            return [a.step_seconds / second for a in some], [a.needed_bytes / byte for a in some]
+
+        for fits, colour, label in ((True, "#4e79a7", "fits"), (False, "#d64545", "does not fit")):
+            if some := [a for a in options if a.fits == fits]:
+                axes.scatter(*places(some), 20, color=colour, label=label)
+        axes.step(*places(pareto_front(options)), where="post", color="#3f9a4b", label="Pareto front")
+        chosen = places([a for a in options if a.chosen])
+        axes.scatter(*chosen, 90, facecolors="none", edgecolors="black", label="chosen")
+        if most * FAR >= capacity_bytes:
+            axes.axhline(capacity_bytes / byte, color="#d64545", linestyle="--", label="capacity")
+        axes.set(xlabel=f"{time} of a step (modelled)", ylabel=f"{name} that the compiled step needs (modelled)")
         axes.legend(fontsize=7)
 
     return plotted(what, ax, [panel], (6, 4))

@@ -86,7 +86,10 @@ def test_the_stacked_area_reaches_the_peak() -> None:
     est = estimate_of()
     axes = est.plot(None, "memory")
     top = max(c.get_paths()[0].vertices[:, 1].max() for c in axes.collections)
-    assert top * 2**30 == pytest.approx(est.memory.peak_bytes)
+    assert axes.get_ylabel() == "MiB of one device (exact)"
+    assert top * 2**20 == pytest.approx(est.memory.peak_bytes)
+    assert axes.get_ylim()[1] < 1.2 * top, "the capacity, far above, is a label alone"
+    assert any("above this picture" in entry.get_text() for entry in axes.get_legend().get_texts())
     pyplot.close("all")
 
 

@@ -108,9 +108,9 @@ class Scaling:
 
     def _draw_times(self, axes: Any) -> None:
         """Stacked bars of step time by bottleneck."""
-        from meshlib.report.plots import colour
+        from meshlib.report.plots import SECONDS, colour, unit_of
 
-        unit, size = _unit(max(e.step_seconds for e in self.estimates), (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
+        unit, size = unit_of(max(e.step_seconds for e in self.estimates), SECONDS)
         bottom = [0.0] * len(self.estimates)
         for name in BOUNDS:
             parts = [e.bound_seconds[name] / size for e in self.estimates]
@@ -145,11 +145,6 @@ class Scaling:
         axes.set(title="memory that a device needs (modelled)", ylabel="GiB")
         axes.margins(y=0.15)
         axes.legend(frameon=False)
-
-
-def _unit(value: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
-    """The largest unit not above the value, otherwise the smallest."""
-    return next((unit for unit in units if value >= unit[1]), units[-1])
 
 
 def scaling(
