@@ -19,18 +19,24 @@ from meshlib.core.errors import GraphError
 from meshlib.core.executors import Tasks
 
 
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    distributed = pytest.importorskip("distributed", reason="needs Dask: pip install -e '.[test]'")
+    own = f":{20_000 + os.getpid() % 20_000}"  # Dask leaves a socket open where another process has its usual port
+    with (
+        distributed.LocalCluster(n_workers=1, threads_per_worker=2, processes=False, dashboard_address=own) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        yield client
+
+
 @pytest.fixture(scope="module", params=["processes", "dask"])
 def pool(request: pytest.FixtureRequest) -> Iterator[Executor]:
     if request.param == "processes":
         with ProcessPoolExecutor(2, get_context("spawn")) as processes:
             yield processes
         return
-    distributed = pytest.importorskip("distributed", reason="needs Dask: pip install -e '.[test]'")
-    with (
-        distributed.LocalCluster(n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None) as cluster,
-        distributed.Client(cluster) as client,
-    ):
-        yield client.get_executor()
+    yield request.getfixturevalue("client").get_executor()
 
 
 def build(batch: int = 64) -> Any:
@@ -103,6 +109,38 @@ def test_tasks_that_somebody_else_cancels() -> None:
         threading.Timer(0.1, lambda: threads.shutdown(wait=False, cancel_futures=True)).start()
         with pytest.raises(GraphError, match="verify: the executor gave up: CancelledError: a task was cancelled"):
             Tasks("verify", threads, "job").answers(fails, [0, 1])
+
+
+_running, _released = threading.Event(), threading.Event()
+
+
+def _held(payload: Any, n: int) -> int:
+    _running.set()
+    assert _released.wait(60)
+    return n
+
+
+def test_tasks_that_somebody_cancels_while_they_run(client: Any) -> None:
+    """Dask gives up tasks at once, also those that a worker computes: whoever waits for them gets one error."""
+    import distributed
+
+    executing: list[str] = []
+
+    def cancel() -> None:
+        _running.wait(60)
+        (worker,) = client.cluster.workers.values()
+        executing.extend(task.key for task in worker.state.executing)
+        client.cancel([distributed.Future(key, client) for key in executing])
+
+    threading.Thread(target=cancel).start()
+    try:
+        with pytest.raises(GraphError, match="search: the executor gave up: CancelledError: a task was cancelled"):
+            Tasks("search", client.get_executor(), "job").answers(_held, [0, 1])
+        assert executing, "none had begun"
+        assert not _released.is_set()
+    finally:
+        _released.set()
+    assert Tasks("search", client.get_executor(), "job").answers(_held, [2]) == {2: 2}
 
 
 def test_payloads_are_sent_once_to_a_process() -> None:
