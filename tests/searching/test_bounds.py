@@ -18,7 +18,11 @@ from hardware.slices import Slice
 from layouts import LayoutRules
 from meshlib.core.graph import Operation, Tensor
 from meshlib.estimation import estimate
+from meshlib.program.instructions import Loop, Move
+from meshlib.program.records import walk
+from meshlib.searching.bounds.elements import leading
 from meshlib.searching.bounds.min_sum import Table
+from meshlib.searching.bounds.shared_times import FlowCollectives
 from meshlib.searching.programs import SearchProblem, problem_of
 from meshlib.searching.roles import roles_of
 from meshlib.searching.space import Candidate, Fixed, candidates, laid
@@ -523,6 +527,84 @@ def test_a_bound_knows_what_collectives_take_of_the_core() -> None:
         step = problem.estimate(c).step_seconds
         assert problem.bounds.seconds(c) < without * step
         assert share * step < problem.bounds.core_time_seconds([c])[0] <= step
+
+
+def residuals() -> tuple[Any, Any]:
+    """Layers of two branches, each a product that is split along its sum, and an addition to the carry."""
+    batch, inner, outer, layers = D("batch", 2**17), D("inner", 4096), D("outer", 8192), D("layers", 4)
+    shapes = {"up": [layers, inner, outer], "down": [layers, outer, inner]}
+    weights = [mtf.variable(f"{name}{n}", shapes[name], dtype="bfloat16") for n in range(2) for name in shapes]
+
+    def layer(carries: Any, slices: Any) -> tuple[Any, Any]:
+        (x,) = carries
+        for up, down in (slices[:2], slices[2:]):
+            x = x + mtf.einsum([mtf.relu(mtf.einsum([x, up], [batch, outer])), down], [batch, inner])
+        return (x,), ()
+
+    (y,), _ = mtf.scan(layer, [mtf.input("x", [batch, inner], "bfloat16")], weights, layers)
+    return {"y": y}, []
+
+
+@pytest.mark.parametrize(("mesh", "rules", "in_parts"), [
+    ("data:2;model:4", "batch:data;outer:model;batch:model?", True),
+    ("model:4;data:2", "batch:data;outer:model;batch:model?", False),  # its blocks are not within those of the data
+    ("model:8", "outer:model", False),  # nothing else may be split
+])  # fmt: skip
+def test_a_sum_that_ends_a_trip_is_scattered_and_gathered_where_a_bound_says_so(
+    monkeypatch: pytest.MonkeyPatch, mesh: str, rules: str, in_parts: bool
+) -> None:
+    """As many bytes as an all_reduce sends, and no addition is done twice."""
+    said = []
+    gathers = FlowCollectives.gathers_parts
+
+    def recorded(collectives: FlowCollectives, edge: Any, axis: int) -> Any:
+        said.append(gathers(collectives, edge, axis)[0])
+        return gathers(collectives, edge, axis)
+
+    problem = problem_of(residuals, (), (), ())
+    c = laid((), Slice("v5e-8"), mtf.Mesh(mesh), LayoutRules(rules), ())
+    program = problem.session.lower(c.mesh, c.layout, compiler=problem.compiler)
+    sent = [
+        i.step_kind.name for i, body, _ in walk(program) if isinstance(i, Move) and i.is_collective and body.is_body
+    ]
+    assert ("all_reduce" in sent) is not in_parts
+    step = estimate(program, c.slice).step_seconds
+    monkeypatch.setattr(FlowCollectives, "gathers_parts", recorded)
+    bound = problem.bounds.core_time_seconds([c])[0]
+    assert any(said) is in_parts
+    assert bound <= step
+
+
+def test_kernels_that_trail_a_trip_are_told_apart() -> None:
+    """Those that neither a product nor the carry waits for may run beside what the trip ends with."""
+
+    def build() -> tuple[Any, Any]:
+        batch, inner, layers = D("batch", 1024), D("inner", 256), D("layers", 4)
+        w = mtf.variable("w", [layers, inner, D("outer", 256)], dtype="bfloat16")
+
+        def layer(carries: Any, slices: Any) -> tuple[Any, Any]:
+            (x,) = carries
+            y = mtf.rename_dimension(mtf.einsum([x, slices[0]], [batch, w.shape[-1]]), "outer", "inner")
+            return (mtf.tanh(x + y),), (mtf.softmax(mtf.exp(x), inner),)
+
+        (y,), (stack,) = mtf.scan(layer, [mtf.input("x", [batch, inner], "bfloat16")], [w], layers)
+        return {"y": y, "stack": stack}, []
+
+    program = problem_of(build, (), (), ()).session.lower("device:1")
+    (loop,) = (i for i in program.instructions if isinstance(i, Loop))
+    first = leading(loop.body, loop)
+    names = {i.operation.opdef.name: first.isdisjoint(i.outputs) for i in loop.body.instructions if i.outputs}
+    assert [names[name] for name in ("einsum", "tanh", "exp")] == [False, False, True]
+
+
+def test_a_bound_knows_that_nothing_hides_what_ends_a_trip() -> None:
+    """The carry, gathered after the last product, and its gradient."""
+    config = mtf.models.preset("llama3.1-8b").replace(layers=4, vocab=256)
+    problem = problem_of(lambda: mtf.models.train_step(config, 64, 4096, remat="full"), (), (), ())
+    layout = LayoutRules("batch:fsdp;d_model:fsdp?;d_ff:model;batch:model?")
+    c = laid((), Slice("v5e-64"), mtf.Mesh("fsdp:8;model:8"), layout, problem.named)
+    step = problem.estimate(c).step_seconds
+    assert 0.775 * step < problem.bounds.core_time_seconds([c])[0] <= step
 
 
 def test_a_bound_knows_how_large_collectives_are_that_run_beside_products() -> None:

@@ -76,7 +76,8 @@ class Bounds:
 
     Attributes:
       kernels: for each kind of product, its runs per step, their HBM traffic besides operands, and its smallest use.
-      elements: HBM traffic of element-wise kernels per step, by the dims that can split a value, and its bytes.
+      elements: HBM traffic of element-wise kernels per step, by the dims that can split a value, its bytes, and whether
+        its kernel may run after the products of a trip.
       resident: number of variables, slots and inputs of each shape, scope and width in bytes.
       moments: bytes of stacked values by the dims that can split them, at several times; the peak is at least each.
       placed: among them, for each moment, bytes of those that the layout shards, by the shape and scope under which it
@@ -86,7 +87,7 @@ class Bounds:
     """
 
     kernels: Mapping[ProductKernel, tuple[int, float, float]]
-    elements: Mapping[tuple[Names | None, int], int]
+    elements: Mapping[tuple[Names | None, int, bool], int]
     resident: Mapping[tuple[Shape, str, float], int]
     moments: Sequence[Mapping[Names | None, int]]
     placed: Sequence[Mapping[tuple[Shape, str], int]]
@@ -156,7 +157,7 @@ class Bounds:
         if seconds is None:
             parts, ends = self._most_parts(c), self._ends
             attention = np.maximum(times.attention / parts[: ends[0]] - times.rounded, 0.0).sum()
-            moved = self._element_seconds(c)
+            moved, _ = self._element_seconds(c)
             seconds = times.launch_seconds + float(attention) + moved + times.products.seconds(c.splits)
             self._seconds_of[chip_splits] = seconds
         return self._whole_step(c, seconds)
@@ -184,19 +185,20 @@ class Bounds:
                 own = [candidates[n] for n in numbers[at : at + BATCH]]
                 shared = self._known.setdefault(chip, {})
                 batch = Batch(own, self.passages, self.physics, self.compiler, shared)
-                elements = np.array([self._element_seconds(c) for c in own])
-                core = CoreTime(batch).seconds(self.flow, elements)
+                elements, trailing = np.array([self._element_seconds(c) for c in own]).T
+                core = CoreTime(batch).seconds(self.flow, elements, trailing)
                 for n, c, value in zip(numbers[at : at + BATCH], own, core.tolist(), strict=True):
                     seconds[n] = self._whole_step(c, value)
         return seconds
 
-    def _element_seconds(self, c: Candidate) -> float:
-        """Lower bound on the seconds of element-wise kernels in a step."""
+    def _element_seconds(self, c: Candidate) -> tuple[float, float]:
+        """Lower bounds on the seconds of element-wise kernels in a step, and of those that may end a trip."""
         times = self._times_on(c.slice)
         if times is None:
-            return 0.0
+            return 0.0, 0.0
         cuts = self._most_parts(c)[self._ends[0] : self._ends[1]]
-        return float((times.elements / cuts)[times.sizes / cuts > times.held_bytes].sum())
+        moved = np.where(times.sizes / cuts > times.held_bytes, times.elements / cuts, 0.0)
+        return float(moved.sum()), float(moved @ [trails for *_, trails in self.elements])
 
     def _whole_step(self, c: Candidate, seconds: float) -> float:
         """Seconds plus jitter between slices and the overhead of a step."""
@@ -223,7 +225,7 @@ class Bounds:
             rounded.append(count * seconds[1])
         passing = [hbm_seconds(chip, size) for size in self.elements.values()] if self._moves(chip) else []
         elements = np.array(passing or [0.0] * len(self.elements))
-        sizes = np.array([size for _, size in self.elements], float)
+        sizes = np.array([size for _, size, _ in self.elements], float)
         launches = sum(count for count, *_ in self.kernels.values())
         kinds = [(k, *own) for k, own in self.kernels.items() if k.attention is None]
         chip_times = Times(chip, self.physics)
@@ -320,7 +322,7 @@ class Bounds:
         resident = [frozenset(shape.names) for shape, _, _ in self.resident]
         stacked = (names for sizes in self.moments for names in sizes)
         homes = (self.passages.split(shape) for shape, _ in self._homes)
-        return [*(k.dims for k in self.kernels), *(names for names, _ in self.elements), *resident, *stacked, *homes]
+        return [*(k.dims for k in self.kernels), *(names for names, *_ in self.elements), *resident, *stacked, *homes]
 
     @cached_property
     def _bytes(self) -> Floats:

@@ -9,7 +9,8 @@ collective that runs beside a product, and it waits for each collective that the
 and any mean of the two: the bound takes several. On edges that are `beside`, collectives are owed: of weights, unless
 their product is the first of a trip, and of gradients, unless theirs is the last. Others are owed or waited for; each
 counts as the cheaper. Of those that may run in pieces beside a product, one piece is waited for, and half of what all
-others are longer than the product.
+others are longer than the product. What ends a trip of a loop counts in full with what is owed: if not owed itself, it
+depends on the last product of the trip, and all that is owed is paid before.
 
 Each axis has a sum of tables over the splits of the nodes, which `min_sum` minimises: a product takes at least its time
 under the best splits, and what each axis adds to it. Collectives over several axes are shared out among their sums.
@@ -26,7 +27,7 @@ import numpy as np
 from meshlib.searching.bounds.dataflow import Edge, Flow
 from meshlib.searching.bounds.min_sum import Table
 from meshlib.searching.bounds.needless_collectives import NeedlessCollectives
-from meshlib.searching.bounds.shared_splits import GATHERS, SUMS, Batch, Bools, Floats, Ints
+from meshlib.searching.bounds.shared_splits import GATHERS, REDUCES, SCATTERS, SUMS, Batch, Bools, Floats, Ints
 from meshlib.searching.bounds.shared_times import FlowCollectives
 
 LONG = 1e6  # seconds: of options that an axis does not have
@@ -41,10 +42,12 @@ class Sums:
 
     `means`: for each share of `SHARES`, the mean with that weight of what is owed, and the rest of waits. `last`: at
     most what is owed for collectives that may be waited for after the last product, beside element-wise kernels.
+    `ending`: at most what is counted for those that end a trip.
     """
 
     means: Floats
     last: Floats
+    ending: Floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +87,8 @@ class Sent:
     """Collectives over an axis from one source, over the options of the nodes `scope`, in seconds.
 
     `owed`: what is owed; `either`: on the wire, of others that run whole; `cut`: of others that may run in pieces, and
-    `awaited`: what is waited for of those; `needless`: where no lowering sends any.
+    `awaited`: what is waited for of those; `ending`: on the wire, of those that end a trip; `needless`: where no
+    lowering sends any.
     """
 
     axis: int
@@ -93,13 +97,14 @@ class Sent:
     either: Floats | float = 0.0
     cut: Floats | float = 0.0
     awaited: Floats | float = 0.0
+    ending: Floats | float = 0.0
     needless: Bools | bool = False
 
     def seconds(self, share: float, exposed: float) -> Floats:
         """In a mean with that share of what is owed."""
         in_pieces = np.minimum(share * exposed * self.cut, (1 - share) * self.awaited)
         sent = np.maximum(min(share * exposed, 1 - share) * self.either, in_pieces)
-        return np.where(self.needless, LONG, share * self.owed + sent)
+        return np.where(self.needless, LONG, share * self.owed + sent + share * exposed * self.ending)
 
 
 @dataclass(eq=False)
@@ -108,24 +113,26 @@ class CoreTime:
 
     batch: Batch
 
-    def seconds(self, flow: Flow, element_seconds: Floats) -> Floats:
-        """Lower bounds on the seconds of a program, whose element-wise kernels take at least `element_seconds`."""
+    def seconds(self, flow: Flow, element_seconds: Floats, trailing_seconds: Floats) -> Floats:
+        """Lower bounds on the seconds of a program, whose element-wise kernels take at least `element_seconds`: of
+        those, `trailing_seconds` in trips after all products, beside what the trip ends with."""
         sums = self._sums(flow, False)
-        others = np.maximum(0.0, element_seconds - sums.last)  # those after the last product run beside collectives
+        beside = sums.last + np.minimum(sums.ending, trailing_seconds)  # after the last product, beside collectives
+        others = np.maximum(0.0, element_seconds - beside)
         means: Floats = sums.means + np.array(SHARES)[:, None] * others
         most: Floats = means.max(axis=0)
         return most
 
     def _sums(self, flow: Flow, in_loop: bool) -> Sums:
         count, batch = len(self.batch.candidates), self.batch
-        means, last = np.zeros((len(SHARES), count)), np.zeros(count)
+        means, last, ending = np.zeros((len(SHARES), count)), np.zeros(count), np.zeros(count)
         seconds: dict[int, Floats] = {}
         for n, node in enumerate(flow.nodes):
             if node.loop is not None:
                 trip = self._sums(node.loop, True)
                 # a trip may have a larger share than that with which all element-wise kernels count
                 means += node.trips * np.maximum.accumulate(trip.means, axis=0)
-                last = last + node.trips * trip.last
+                last, ending = last + node.trips * trip.last, ending + node.trips * trip.ending
                 continue
             own = batch.seconds(flow, n)
             if own is not None:
@@ -136,7 +143,9 @@ class CoreTime:
         collectives = FlowCollectives(batch, flow, {n: time.usable for n, time in times.items()})
         sent = [*self._sent(collectives, in_loop, times, exempt)]
         means += sum((self._least(axis, times, sent) for axis in range(batch.count)), np.zeros_like(means))
-        return Sums(means - np.array(SHARES)[:, None] * exempt.hidden, last + exempt.last)
+        own = sum((np.max(x.ending, axis=tuple(range(1, np.ndim(x.ending)))) for x in sent), np.zeros(count))
+        hidden = exempt.hidden + np.minimum(exempt.last, own)  # a sum after the last product, beside what ends the trip
+        return Sums(means - np.array(SHARES)[:, None] * hidden, last + exempt.last, ending + own)
 
     def _times(self, flow: Flow, seconds: Mapping[int, Floats]) -> Mapping[int, NodeTimes]:
         """The times of nodes under the options that a lowering may choose."""
@@ -159,8 +168,9 @@ class CoreTime:
             for edge in beside:
                 yield from self._owed(of, edge, len(beside), exempt)
             if not beside:  # otherwise one collective may serve both
+                ends = in_loop and not self.batch.compiler.unrolled_loops and bool(edges) and of.flow.ends(edges)
                 for axis in range(self.batch.count):
-                    yield from self._others(of, edges, axis, times)
+                    yield from self._others(of, edges, axis, times, ends)
 
     def _least(self, axis: int, times: Mapping[int, NodeTimes], sent: Sequence[Sent]) -> Floats:
         """The least sum of what an axis adds to products, and of its collectives, for [share, candidate]."""
@@ -188,9 +198,15 @@ class CoreTime:
             yield Sent(axis, (node,), np.where(need, own[:, None], 0.0))
 
     def _others(
-        self, of: FlowCollectives, edges: Sequence[Edge], axis: int, times: Mapping[int, NodeTimes]
+        self, of: FlowCollectives, edges: Sequence[Edge], axis: int, times: Mapping[int, NodeTimes], ends: bool
     ) -> Iterator[Sent]:
-        """Seconds for the collectives over an axis from one source, which may serve all its edges."""
+        """Seconds for the collectives over an axis from one source, which may serve all its edges; `ends`: whether no
+        product of the trip follows them.
+
+        Then one that depends on the last product is waited for after it, and another one is issued before a product,
+        and owed. A pending sum is scattered, what follows is computed in parts, and its result is gathered, where that
+        spares the same work on all devices.
+        """
         edges = [edge for edge in edges if of.sends(edge, axis).any()]
         if not edges:
             return
@@ -198,7 +214,7 @@ class CoreTime:
         targets = list(dict.fromkeys(edge.target for edge in edges))[:MOST_TARGETS]
         scope = (source, *targets)
         shape = [len(batch.candidates), *(len(batch.splits_of(flow, n)) for n in scope)]
-        either, cut, awaited = (np.zeros(shape) for _ in range(3))
+        either, cut, awaited, ending = (np.zeros(shape) for _ in range(4))
         whole, needless = np.ones(shape, bool), np.zeros(shape, bool)
         useless = NeedlessCollectives(batch, flow, of.usable).gathers(edges, axis)
         joining = [np.any([of.sends(edge, m) for edge in edges], axis=0) for m in range(batch.count)]
@@ -210,6 +226,8 @@ class CoreTime:
             hidden = sum(times[n].least for n in flow.attention_beside(edge) if n in times)
             share = of.share_of_waits(edge, axis)[:, None]
             whole_wire = of.wire_seconds(edge, axis, joining)
+            in_parts = (kinds == REDUCES) & (of.gathers_parts(edge, axis)[:, None, None] if ends else False)
+            gathered, kinds = whole_wire[:, GATHERS][:, None, None], np.where(in_parts, SCATTERS, kinds)
             group = of.most_devices(edges, axis)
             wire, first, part = (
                 np.take_along_axis(each, kinds.reshape(len(kinds), -1), axis=1).reshape(kinds.shape)
@@ -219,15 +237,19 @@ class CoreTime:
                     1 - 1 / group,
                 )
             )
-            in_pieces = of.in_pieces(edges, edge, axis)
+            in_pieces = of.in_pieces(edges, edge, axis) & (np.isin(kinds, SUMS) | (not ends))
             # beside one product there may be pieces that it reads and others of its sum: half of each counts
             waits = first + part / 2 * self._longer(of, edges, edge, axis, times, wire, kinds)
             needless |= (kinds == GATHERS).reshape(place) & useless.reshape(len(kinds), -1, *[1] * len(targets))
+            np.maximum(ending, np.where(in_parts, share[:, :, None] * gathered, 0.0).reshape(place), out=ending)
             np.maximum(either, wire.reshape(place), out=either)
             np.maximum(cut, wire.reshape(place), out=cut)
             np.maximum(awaited, np.where(in_pieces, waits, 0.0).reshape(place), out=awaited)
             whole &= (~in_pieces).reshape(place)
-        yield Sent(axis, scope, 0.0, np.where(whole, either, 0.0), np.where(whole, 0.0, cut), awaited, needless)
+        cut, either = np.where(whole, 0.0, cut), np.where(whole, either, 0.0)
+        if ends:
+            either, ending = np.zeros(1), ending + either
+        yield Sent(axis, scope, 0.0, either, cut, awaited, ending, needless)
 
     def _longer(
         self,

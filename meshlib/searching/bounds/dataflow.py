@@ -245,6 +245,18 @@ class Flow:
             self._along[key] = self.uses_of(self.computed_from(v for edge in edges for v in edge.values))
         return self._along[key]
 
+    def ends(self, edges: Sequence[Edge]) -> bool:
+        """True if these edges from a node lead to homes, and no product, attention or loop follows it; all attention
+        comes before it, or before a product or loop."""
+        source, large = edges[0].source, [n for n in range(len(self.nodes)) if self._is_large(n)]
+        before = self._ancestors[source].union(*(self._ancestors[n] for n in large))
+        attention = {n for n, node in enumerate(self.nodes) if node.attention is not None and n != source}
+        return (
+            all(edge.home is not None for edge in edges)
+            and not any(source in self._ancestors[n] for n in (*large, *attention))
+            and attention <= before
+        )
+
     def is_for_homes(self, edges: Sequence[Edge]) -> bool:
         """True if nothing but homes needs the values on these edges, and no product can take pieces of them."""
         return all(use.home is not None for use in self.uses_along(edges))

@@ -21,17 +21,18 @@ from meshlib.program.instructions import Compute, Instruction, Loop, Value
 from meshlib.program.records import Program
 from meshlib.searching.renamed_dims import Names, Passages
 
-# Traffic by the dims along which a value may be split, and its bytes.
-ElementTraffic: TypeAlias = dict[tuple[Names | None, int], int]
+# Traffic by the dims along which a value may be split, its bytes, and whether its kernel may run after all products of
+# a trip, beside the collectives that end it.
+ElementTraffic: TypeAlias = dict[tuple[Names | None, int, bool], int]
 
 
 def element_traffic(whole: Program, passages: Passages, full: Container[Value]) -> ElementTraffic:
     """Traffic of element-wise kernels in a step of a program on one device: of values in `full`, which have no smaller
     factors."""
     traffic: ElementTraffic = {}
-    for v, size_bytes, times in _passed(whole, whole.memory_plan.in_place, 1):
+    for v, size_bytes, times, trails in _passed(whole, whole.memory_plan.in_place, 1):
         if v in full:
-            kind = passages.split(v.tensor.shape), size_bytes
+            kind = passages.split(v.tensor.shape), size_bytes, trails
             traffic[kind] = traffic.get(kind, 0) + times * size_bytes
     return traffic
 
@@ -43,15 +44,35 @@ def is_product(i: Instruction) -> bool:
 
 def _passed(
     program: Program, in_place: frozenset[Value], times: int, loop: Loop | None = None
-) -> Iterator[tuple[Value, int, int]]:
-    """For each element-wise kernel, those in loops included: values passed to or from others, bytes, runs per step."""
+) -> Iterator[tuple[Value, int, int, bool]]:
+    """For each element-wise kernel, those in loops included: values passed to or from others, bytes, runs per step, and
+    whether it may trail all products of a trip and what its carries are computed from."""
     stored = Stored(program, loop)
+    before = set() if loop is None else leading(program, loop)
     for members in kernels_of(program):
         first = members[0]
         if isinstance(first, Loop):
             yield from _passed(first.body, written_inside(first, in_place), first.runs(times), first)
         elif all(isinstance(i, Compute) and not is_product(i) for i in members):
-            yield from ((u.buffer, u.exact_bytes, times) for u in boundary_of(members, stored, in_place) if u.passes)
+            trails = loop is not None and all(before.isdisjoint(i.outputs) for i in members)
+            uses = (use for use in boundary_of(members, stored, in_place) if use.passes)
+            yield from ((use.buffer, use.exact_bytes, times, trails) for use in uses)
+
+
+def leading(body: Program, loop: Loop) -> set[Value]:
+    """Values of a trip that some product or loop depends on, or all carries do."""
+    of_carries = [_needed(body, {body.outputs[after]}) for _, after in loop.carries]
+    large = {x for i in body.instructions if isinstance(i, Loop) or is_product(i) for x in i.inputs}
+    return _needed(body, large) | (set.intersection(*of_carries) if of_carries else set())
+
+
+def _needed(program: Program, values: set[Value]) -> set[Value]:
+    """These values, and those that they are computed from."""
+    needed = {*values}
+    for i in reversed(program.instructions):
+        if not needed.isdisjoint(i.outputs):
+            needed.update(i.inputs)
+    return needed
 
 
 @dataclass(frozen=True)

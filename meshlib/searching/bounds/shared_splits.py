@@ -29,7 +29,8 @@ Bools: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 Usable: TypeAlias = Mapping[int, Sequence[Bools]]  # for products and each axis: which [candidate, option] may be chosen
 NOT_SPLIT = (WHOLE, SUM, ANY, FREE)
 MOST_MOVES = 32  # bytes moved per element of operands and results in place of duplicated work, at most
-GATHERS, SUMS = KINDS.index(GATHER), (KINDS.index(SCATTER), KINDS.index(REDUCE))
+GATHERS, SCATTERS, REDUCES = KINDS.index(GATHER), KINDS.index(SCATTER), KINDS.index(REDUCE)
+SUMS = SCATTERS, REDUCES
 
 
 @dataclass(eq=False)
@@ -171,6 +172,17 @@ class Batch:
                 of_axis = (rule for rule in rules if rule.scope is None and name in rule.axes)
                 dims.append(frozenset(rule.dim for rule in of_axis if rule.dim not in scoped))
         return dims
+
+    def is_inner(self, axis: int, other: int, dim: str) -> Bools:
+        """For each candidate, whether an axis splits the blocks that another one leaves of a dim, in whatever tensor:
+        it comes later in the mesh, and in all rules for the dim."""
+        inner = []
+        for s in self.splits:
+            own, before = s.axes[axis][0], s.axes[other][0]
+            orders = [[*s.candidate.mesh.sizes_by_axis]]
+            orders.append([name for rule in s.candidate.layout.rules if rule.dim == dim for name in rule.axes])
+            inner.append(all(names.index(before) < names.index(own) for names in orders if {own, before} <= {*names}))
+        return np.array(inner, bool)
 
     def _joint_seconds(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from meshlib.core.opdef import Kind
 from meshlib.estimation.work.combined_collectives import small_bytes
 from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, Placed
 from meshlib.searching.bounds.node_splits import ANY, FREE, KINDS, SUM, WHOLE
@@ -191,6 +192,32 @@ class FlowCollectives:
         least = np.array([least_bytes(axes) for axes in subsets])
         devices = np.array([self.batch.sizes[:, list(axes)].prod(axis=1) for axes in subsets])
         return np.where(least > small_bytes(devices), seconds, 0.0)
+
+    def gathers_parts(self, edge: Edge, axis: int) -> Bools:
+        """For each candidate, whether a pending sum on an edge to a home is certainly scattered over an axis, and what
+        is computed of the parts gathered: an all_reduce sends as many bytes, and then all devices do the same work.
+
+        There must be such work, no value of more or fewer bytes, which might be sent instead, and a dim that the axis
+        may split further, whatever the others split.
+        """
+        count, axes = len(self.batch.candidates), range(self.batch.count)
+        source = self.flow.nodes[edge.source].product
+        made = source.instruction.outputs if source is not None else ()
+        works = (v not in made and v.tensor.operation.opdef.kind is Kind.ELEMENTWISE for v in edge.values)
+        certain = np.zeros(count, bool)
+        if edge.home is None or not any(works) or len({v.local_bytes for v in edge.values}) > 1:
+            return certain
+        homes = self.batch.homes_of(edge.home)
+        for n, dim in enumerate(edge.home.shape, 1):
+            if any(dim not in v.tensor.shape for v in edge.values):
+                continue
+            able = np.array([dim.name in dims for dims in self.batch.rule_dims(axis)])
+            able &= np.array([dim.size % c.slice.devices == 0 for c in self.batch.candidates])
+            for other in (m for m in axes if m != axis):
+                inner = (homes[:, other] == n) & self.batch.is_inner(axis, other, dim.name)
+                able &= inner | ~((homes[:, other] == n) | self._gives((edge.source, None), other, (dim.name, FREE)))
+            certain |= able
+        return certain
 
     def sends(self, edge: Edge, axis: int) -> Bools:
         """For each candidate, whether an edge may need a collective over an axis."""
