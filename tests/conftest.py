@@ -28,6 +28,7 @@ gc.set_threshold(0)  # what importing tests makes stays
 import sys  # noqa: E402
 from collections.abc import Generator, Iterator  # noqa: E402
 from contextlib import suppress  # noqa: E402
+from importlib import import_module  # noqa: E402
 from importlib.util import find_spec  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -74,6 +75,18 @@ def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collecto
     """Tests without a prompt are not searched for doctests, object by object, by every worker."""
     found = yield
     return found if b">>>" in file_path.read_bytes() else [c for c in found if type(c) is pytest.Module]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Each of several workers imports a part of the tests first, which the others then find compiled."""
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if count == 1 or not worker:
+        return
+    files = sorted(file for asked in session.config.args for file in Path(asked).rglob("test_*.py"))
+    for file in files[int(worker.removeprefix("gw")) :: count]:
+        with suppress(Exception, pytest.skip.Exception):  # collecting it tells
+            import_module(".".join(file.resolve().relative_to(session.config.rootpath).with_suffix("").parts))
 
 
 def pytest_collection_finish() -> None:
