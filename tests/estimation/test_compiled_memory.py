@@ -67,6 +67,19 @@ def test_gradients_of_keys_and_values_are_summed_in_float32() -> None:
     assert memory(program, "v5e-1").compiled.layout_bytes == pytest.approx(2 * 4 * 4 * 8 * 1024 * 128, rel=0.01)
 
 
+@pytest.mark.parametrize(("features", "computed", "more"), [(320, False, 6), (384, False, 0), (320, True, 0)])
+def test_a_table_whose_rows_do_not_fill_lanes_is_copied_for_a_lookup(features: int, computed: bool, more: int) -> None:
+    """4,096 rows of 320 float32 numbers take 5 MiB with the rows' numbers in lanes, and 6 MiB with 384 in each row."""
+    vocab, d, batch = D("vocab", 4096), D("d", features), D("batch", 128)
+    with mtf.Graph():
+        table, ids = mtf.variable("table", [vocab, d], dtype="float32"), mtf.input("ids", [batch], "int32")
+        other = mtf.reduce_sum(mtf.cumsum(table, vocab)) if computed else None
+        rows = mtf.gather(mtf.cumsum(table, vocab) if computed else mtf.cast(table, "bfloat16"), ids, vocab)
+        program = mtf.lower({"rows": rows, "other": other} if computed else {"rows": rows})
+    compiled = memory(program, "v5e-1").compiled
+    assert compiled.layout_bytes == pytest.approx(more * MIB, abs=2**18)
+
+
 @pytest.mark.parametrize(("width", "more"), [(512, 8), (4096, 24)])
 def test_operands_and_results_of_grouped_products_are_stored(width: int, more: int) -> None:
     """The plan has the result alone, 16 MiB in float32. The kernel of the product reads its operand (4 or 32 MiB) and

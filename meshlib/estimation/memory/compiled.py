@@ -3,12 +3,14 @@
 A compiled step of our own program, as `mtf.on_jax` runs it:
 
     layout         operands and results of attention kernels are laid out head by head with features minor: heads of 64
-                   fill half of the 128 lanes; no position of an image is in lanes, where windows slide over it; all
-                   other values have their densest layout (`tiles`)
+                   fill half of the 128 lanes; no position of an image is in lanes, where windows slide over it; a table
+                   whose rows do not fill lanes is copied for a lookup; all other values have their densest layout
+                   (`tiles`)
     operands       grouped products are kernels of their own, whose operands and results are stored; those that one
                    kernel computes together overwrite nothing
-    accumulators   attention kernels sum gradients of keys and values in float32; so do loops the gradient of a weight
-                   whose product has a narrower dtype; scatter-adds have float32 results, as long as these are read
+    accumulators   attention kernels sum gradients of keys and values in float32; scatter-adds have float32 results, as
+                   long as these are read; in loops as much is counted beside a narrower gradient of a weight, for
+                   the copies of gradients that scatters need
     code           per kernel
     fragmentation  gaps between buffers (`heap`), and a share of temporaries
 
@@ -33,13 +35,14 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from hardware.memory import padded_bytes
+from hardware.memory import LANES, padded_bytes
 from meshlib.core.compiler import Compiler
 from meshlib.core.dtypes import FLOAT32
 from meshlib.core.graph import BACKWARD
-from meshlib.core.opdef import Halo, Kind, Role
+from meshlib.core.opdef import Halo, Kind, Role, Storage
 from meshlib.estimation.memory.grouped import earlier_ends, more_buffers
 from meshlib.estimation.memory.heap import gap_bytes, live_ranges, peak_bytes
+from meshlib.estimation.work.hbm_traffic import row_looked_up
 from meshlib.estimation.work.tiles import tiled_bytes, tiled_value_bytes
 from meshlib.program.analysis.buffers import START, Buffer, MemoryPlan
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
@@ -100,7 +103,7 @@ def compiled_memory(
       buffers_bytes: peak of the program's buffers in tiles; capacity_bytes: HBM available to programs.
     """
     plain = compiler.partitioner == "gspmd"
-    ranges = [*live_ranges(program, tiled_value_bytes, _sums_of(program), _beyond_plan, earlier_ends)]
+    ranges = [*live_ranges(program, tiled_value_bytes, _scratch_of(program), _beyond_plan, earlier_ends)]
     laid = max(peak_bytes(ranges), buffers_bytes)
     casts = _hoisted_casts(program) if plain else 0
     widest, logits = _loops(program) if plain else (0, 0)
@@ -206,6 +209,28 @@ def _added_rows(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tuple
         if wide > tiled_value_bytes(y):
             b = buffer_of.get(y)
             yield (Buffer(y, n, ends[i.group], []), wide) if b is None else (b, wide - tiled_value_bytes(y))
+
+
+def _scratch_of(whole: Program) -> Callable[[Program, Instruction], int]:
+    """A function (program, instruction) -> bytes live while the instruction runs, besides operands and results."""
+    sums = _sums_of(whole)
+    return lambda program, i: sums(program, i) + (0 if program.is_body else _relaid_table(program, i))
+
+
+def _relaid_table(program: Program, i: Instruction) -> int:
+    """Bytes of the copy from which a lookup reads rows that do not fill lanes: the table in memory, whose layout is the
+    densest, with its rows in lanes. Kernels that compute a table store it so."""
+    row = row_looked_up(i, i.inputs[0]) if isinstance(i, Compute) and i.operation.opdef.reads_part else 0
+    if row % LANES == 0:
+        return 0
+    producers = {y: j for j in program.instructions for y in j.outputs}
+    unstored, table = program.memory_plan.stored.unstored, i.inputs[0]
+    while isinstance(j := producers[table], Compute) and (
+        table in unstored or j.operation.opdef.storage is Storage.ALIAS
+    ):
+        table = j.inputs[0]
+    wide = padded_bytes((table.local_size // row, row), table.tensor.dtype.itemsize)
+    return 0 if isinstance(j, Compute) or wide <= tiled_value_bytes(table) else wide
 
 
 def _sums_of(whole: Program) -> Callable[[Program, Instruction], int]:
