@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hardware.unknown_names import Attributes
 from layouts import Dimension, Shape
 from meshlib.core.arguments import choice, whole
 from meshlib.core.dtypes import BOOL, INT32
@@ -49,7 +50,7 @@ class Turn(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Attributes):
     """The turns of all stages in all trips; created by `mtf.layers.schedule`."""
 
     stages: int

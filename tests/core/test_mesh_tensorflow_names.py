@@ -213,6 +213,7 @@ def test_unknown_attributes_are_answered() -> None:
         (mtf.models.image_preset("resnet-50"), "parameter", "parameters"),
         (mtf.Numerics(), "activations_dtype", "activation_dtype"),
         (mtf.XLA_TPU, "overlaps", "overlap"),
+        (mtf.layers.schedule(4, 8), "trip", "trips"),
     ):
         with pytest.raises(AttributeError, match=rf"^{type(value).__name__} has no '{name}'; did you mean '{known}'"):
             getattr(value, name)
