@@ -460,8 +460,10 @@ def test_ctrl_c_is_caught_before_anything_large_loads() -> None:
 
 
 def test_numbers_of_tokens_have_suffixes(capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [run(f"plan gpt2 --slice v5e-8 --layout fsdp@fsdp:8 --tokens {text}", capsys)[1] for text in ("2e10", "20B")]
+    plan = f"plan gpt2 --slice v5e-8 --layout fsdp@fsdp:8 --remat full {SMALL} --tokens"
+    runs = [run(f"{plan} {text}", capsys)[1] for text in ("2e10", "20B")]
     assert runs[0] == runs[1]
+    assert "610,352 steps of 32.77 k tokens" in runs[0]
 
 
 def test_a_near_tie_of_engines_is_said(capsys: pytest.CaptureFixture[str]) -> None:
