@@ -242,6 +242,19 @@ def test_windows_of_a_family_are_those_of_its_layers(tmp_path: Path) -> None:
     assert read_config(saved(tmp_path, "cohere2", sliding_window=32)).windows == (32, 32, 32, None)
     local = {"attention_types": [[["global", "local"], 2]], "window_size": 8, "max_position_embeddings": 64}
     assert read_config(saved(tmp_path, "gpt_neo", **local)).windows == (None, 8)
+    # Four tokens on each side of a query, and its own.
+    encoder = read_config(saved(tmp_path, "modernbert", local_attention=8, num_key_value_heads=None))
+    assert (encoder.windows, encoder.kind, encoder.gated) == ((None, 5, 5), "encoder", True)
+
+
+def test_stacks_of_bart_and_its_kin(tmp_path: Path) -> None:
+    for kind, position, after_embedding in (("bart", "post", True), ("mbart", "pre", True), ("marian", "post", False),
+                                            ("m2m_100", "pre", False), ("pegasus", "pre", False)):  # fmt: skip
+        fields = {**_two(3, 64, 128), "encoder_layers": 5, "num_hidden_layers": 5, "max_position_embeddings": 512}
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **fields}))
+        config = read_config(tmp_path)
+        assert (config.encoder_layers, config.layers, config.max_length) == (5, 3, 512)
+        assert (config.norm_position, config.embedding_norm, config.heads) == (position, after_embedding, 1)
 
 
 @pytest.mark.parametrize(
