@@ -202,8 +202,8 @@ class FlowCollectives:
         """
         count, axes = len(self.batch.candidates), range(self.batch.count)
         source = self.flow.nodes[edge.source].product
-        made = source.instruction.outputs if source is not None else ()
-        works = (v not in made and v.tensor.operation.opdef.kind is Kind.ELEMENTWISE for v in edge.values)
+        results = source.instruction.outputs if source is not None else ()
+        works = (v not in results and v.tensor.operation.opdef.kind is Kind.ELEMENTWISE for v in edge.values)
         certain = np.zeros(count, bool)
         if edge.home is None or not any(works) or len({v.local_bytes for v in edge.values}) > 1:
             return certain
