@@ -277,7 +277,7 @@ def _check(settings: Settings) -> None:
             where = settings.where(key)
             beside = [k in KNOWN for k in settings.values if settings.sources.get(k) == settings.sources.get(key)]
             hint = nearest(key, KNOWN)
-            if 2 * sum(beside) < len(beside):
+            if len(beside) > 2 and 2 * sum(beside) < len(beside):
                 hint = (
                     ", nor most others here; a YAML file is read as MaxText's base.yml: describe the model of another "
                     "trainer by Hugging Face's config.json, or by FILE.py[:function]"
