@@ -349,7 +349,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         ({**gpt2_config(), "add_cross_attention": True}, mtf.GraphError, "add_cross_attention is True"),
         ({**gpt2_config(), "scale_attn_by_inverse_layer_idx": True}, mtf.GraphError, "only False is supported"),
         (llama_config(hidden_act="mish"), mtf.GraphError, "no activation 'mish'"),
-        ([], mtf.CheckpointError, "is not a config.json with a model_type"),
+        ([], mtf.CheckpointError, "is not Hugging Face's config.json with a model_type"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(wrong))
         with pytest.raises(kind, match=text):
