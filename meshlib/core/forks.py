@@ -154,9 +154,9 @@ def mapped(
 
 def _serve(pipe: Connection, others: Sequence[Connection], tasks: object) -> None:
     """Main loop of a worker. `others`: the parent's ends of all pipes, which the worker must close."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is handled by the search
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles ctrl-C
     exit_with_parent()  # even in the middle of a task
-    gc.freeze()  # memory shared with the search stays shared
+    gc.freeze()  # memory shared with the parent stays shared
     for other in others:
         other.close()
     while True:
