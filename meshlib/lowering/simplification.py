@@ -114,14 +114,11 @@ def simplify(graph: Graph, outputs: Iterable[Tensor], updates: Iterable[Operatio
     live = needed([*(graph.known.get(t, t).operation for t in outputs), *updates])
     result = Simplified(graph, [], {}, {})
     seen: dict[object, Operation] = {}
-    # Each loop overwrites what its carries begin with, so zeros are not shared.
-    begins = {x for op in live if op.loop is not None for x in op.inputs[: op.loop.carries] if not x.operation.inputs}
-    unshared = begins | graph.gradient_of.keys()
     for op in graph.operations:
         if op not in live:
             continue
         inputs = tuple(result.of(x) for x in op.inputs)
-        alone = op.opdef.unique or not unshared.isdisjoint(op.outputs)
+        alone = op.opdef.unique or not graph.gradient_of.keys().isdisjoint(op.outputs)
         if not alone and op.opdef.storage is Storage.ALIAS and op.opdef.home is Home.OPERAND:
             result.same[op.output] = inputs[0]
             continue

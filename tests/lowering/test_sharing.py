@@ -129,22 +129,3 @@ def test_bytes_derived_by_hand(case: Callable[[], tuple[tuple, Moved]]) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
 def test_numbers_equal_the_unsharded_program(case: Callable[[], tuple[tuple, Moved]]) -> None:
     assert_numbers_equal_the_unsharded_program(case)
-
-
-def test_each_loop_overwrites_zeros_of_its_own() -> None:
-    """Zeros that two sums began with would be live beside the first sum, as the second needs them again."""
-    layers, n, m = D("layers", 4), D("n", 256), D("m", 256)
-    totals = []
-    with mtf.Graph():
-        for name in ("a", "b"):
-            rows = mtf.input(f"{name}_rows", [layers, n]), mtf.input(f"{name}_columns", [layers, m])
-
-            def add_product(carry: tuple, xs: tuple) -> tuple:
-                return (carry[0] + mtf.einsum(xs, [n, m]),), ()
-
-            (summed,), _ = mtf.scan(add_product, [mtf.zeros([n, m])], rows, layers, name=name)
-            totals.append(mtf.reduce_sum(mtf.square(summed)))
-        program = mtf.lower({"y": mtf.add_n(totals)})
-    one_sum = 256 * 256 * F32
-    inputs = 2 * 4 * (256 + 256) * F32
-    assert one_sum <= program.memory.peak_bytes - inputs < 1.1 * one_sum
