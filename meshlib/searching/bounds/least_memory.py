@@ -84,12 +84,12 @@ class LeastMemory:
 
     def _live_bytes(self, layout: LayoutRules, mesh: Mesh, inside: bool) -> float:
         """Lower bound on the bytes that are live at once beside the state."""
-        return self.live.least_bytes(_LayoutParts(layout, mesh, self.passages), inside)
+        return self.live.least_bytes(_LayoutShards(layout, mesh, self.passages), inside)
 
 
 @dataclass
-class _LayoutParts:
-    """Bytes of the shards of tensors under one layout: see `Parts`."""
+class _LayoutShards:
+    """Bytes of the shards of tensors under one layout: see `ShardBytes`."""
 
     layout: LayoutRules
     mesh: Mesh

@@ -34,7 +34,7 @@ Names = frozenset[str]
 Along = Mapping[str, Names]  # of mesh axes, the dims of the factor along which each splits a product
 
 
-class Parts(Protocol):
+class ShardBytes(Protocol):
     """Bytes of the shards of tensors under a layout."""
 
     def part_bytes(self, t: Tensor) -> float:
@@ -71,20 +71,20 @@ class LiveSet:
     stored: Mapping[Tensor, Path] = field(default_factory=dict)
     inside: LiveSets | None = None
 
-    def least_bytes(self, parts: Parts, inside: bool) -> float:
+    def least_bytes(self, shards: ShardBytes, inside: bool) -> float:
         """The fewest bytes; `inside`: with those of a loop's body."""
-        part_bytes = parts.part_bytes
+        part_bytes = shards.part_bytes
         ending = [min(map(part_bytes, path)) for path in self.ending]
         total = sum(min(map(part_bytes, path)) for path in self.paths) + sum(ending) + sum(map(part_bytes, self.fresh))
         if self.op.loop is None:
             over = max(ending, default=0.0)
-            total += min(self._beside(parts, along, over) for along in parts.splits(self.op))
-        return total + (self.inside.least_bytes(parts, True) if inside and self.inside is not None else 0.0)
+            total += min(self._beside(shards, along, over) for along in shards.splits(self.op))
+        return total + (self.inside.least_bytes(shards, True) if inside and self.inside is not None else 0.0)
 
-    def _beside(self, parts: Parts, along: Along, over: float) -> float:
+    def _beside(self, shards: ShardBytes, along: Along, over: float) -> float:
         """Bytes of gathered operands, and of a product's result beyond the `over` bytes that it may be written over."""
-        gathered = [path for t, path in self.stored.items() if parts.is_gathered(t, along)]
-        sizes = [min(parts.bytes_along(t, along) for t in path) for path in (*gathered, self.product) if path]
+        gathered = [path for t, path in self.stored.items() if shards.is_gathered(t, along)]
+        sizes = [min(shards.bytes_along(t, along) for t in path) for path in (*gathered, self.product) if path]
         return sum(sizes) - (min(sizes[-1], over) if self.product else 0.0)
 
 
@@ -118,9 +118,9 @@ class LiveSets:
         bodies = {live.op.loop.body: live.inside for live in sets if live.op.loop is not None}
         return LiveSets(sets, len(products) + sum(body.products for body in bodies.values() if body is not None))
 
-    def least_bytes(self, parts: Parts, inside: bool) -> float:
+    def least_bytes(self, shards: ShardBytes, inside: bool) -> float:
         """The fewest bytes at the peak; `inside`: with what is live within trips of loops."""
-        return max((live.least_bytes(parts, inside) for live in self.sets), default=0.0)
+        return max((live.least_bytes(shards, inside) for live in self.sets), default=0.0)
 
 
 @dataclass(eq=False)
