@@ -124,19 +124,40 @@ def _scatter_add(part: RowContext, updates: Array, indices: Array) -> Array:
     wrong = _checked(part, 1, indices)
     local = indices - part.offsets[dim]
     hit = (local >= 0) & (local < sizes[dim])
-    place = jnp.zeros((1,) * len(i_names), jnp.int32)
-    for n in batch:
-        place = place * sizes[n] + aligned(jnp.arange(sizes[n], dtype=jnp.int32), (n,), i_names)
-    rows = prod(sizes[n] for n in (*batch, dim))
-    place = jnp.where(hit, jnp.broadcast_to(place * sizes[dim], indices.shape) + local, rows).reshape(
-        -1
-    )  # otherwise out of range
-    space = (*i_names, *free_names)
-    given = jnp.broadcast_to(aligned(updates, u_names, space), [sizes[n] for n in space]).reshape(place.size, -1)
-    table = jnp.zeros((rows, given.shape[1]), updates.dtype).at[place].add(given, mode="drop")
+    if (
+        part.context.platform == "tpu"
+        and not batch
+        and sizes[dim] <= LANES
+        and prod(sizes[n] for n in free_names) < LANES
+    ):
+        table = _summed_by_row(updates, u_names, jnp.where(hit, local, -1), i_names, sizes[dim])
+    else:
+        place = jnp.zeros((1,) * len(i_names), jnp.int32)
+        for n in batch:
+            place = place * sizes[n] + aligned(jnp.arange(sizes[n], dtype=jnp.int32), (n,), i_names)
+        rows = prod(sizes[n] for n in (*batch, dim))
+        place = jnp.where(hit, jnp.broadcast_to(place * sizes[dim], indices.shape) + local, rows).reshape(
+            -1
+        )  # otherwise out of range
+        space = (*i_names, *free_names)
+        given = jnp.broadcast_to(aligned(updates, u_names, space), [sizes[n] for n in space]).reshape(place.size, -1)
+        table = jnp.zeros((rows, given.shape[1]), updates.dtype).at[place].add(given, mode="drop")
     names = (*batch, dim, *free_names)
     y = aligned(table.reshape([sizes[n] for n in names]), names, out.names)
     return _poison(y, None if wrong is None else jnp.any(wrong))
+
+
+def _summed_by_row(updates: Array, u_names: Names, place: Array, i_names: Names, rows: int) -> Array:
+    """For each row of a small table the masked sum of its updates, which a TPU fuses; a scatter-add would store each
+    update in whole lanes.
+
+    For T5's position biases, 8 heads and 2,048 x 2,048 positions on v5e: 2.3 M cycles for 8.6 M, and 16 MiB for 2 GiB.
+    """
+    space = (*u_names, *(n for n in i_names if n not in u_names))
+    axes = tuple(space.index(n) for n in i_names)
+    updates, place = aligned(updates, u_names, space), aligned(place, i_names, space)
+    zero = jnp.zeros((), updates.dtype)
+    return jnp.stack([jnp.sum(jnp.where(place == n, updates, zero), axis=axes) for n in range(rows)])
 
 
 @row("update_rows")
