@@ -74,7 +74,6 @@ def left_out(cases: Sequence[Case], fitted: Physics, mapped: Callable[..., Itera
     if len(groups) < 2:
         raise GraphError(f"left_out: all {len(cases)} cases are of one group, {groups}; nothing would remain to fit to")
     shared = _Slopes.of(cases, fitted, mapped)
-
     others = {group: [n for n, c in enumerate(cases) if c.group != group] for group in groups}
     near = {group: _huber_step(shared, others[group]) for group in groups}
     residuals = mapped(lambda group: [cases[n].residual(near[group]) for n in others[group]], groups)

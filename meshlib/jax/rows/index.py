@@ -124,21 +124,15 @@ def _scatter_add(part: RowContext, updates: Array, indices: Array) -> Array:
     wrong = _checked(part, 1, indices)
     local = indices - part.offsets[dim]
     hit = (local >= 0) & (local < sizes[dim])
-    if (
-        part.context.platform == "tpu"
-        and not batch
-        and sizes[dim] <= LANES
-        and prod(sizes[n] for n in free_names) < LANES
-    ):
+    small = not batch and sizes[dim] <= LANES and prod(sizes[n] for n in free_names) < LANES
+    if part.context.platform == "tpu" and small:
         table = _summed_by_row(updates, u_names, jnp.where(hit, local, -1), i_names, sizes[dim])
     else:
         place = jnp.zeros((1,) * len(i_names), jnp.int32)
         for n in batch:
             place = place * sizes[n] + aligned(jnp.arange(sizes[n], dtype=jnp.int32), (n,), i_names)
         rows = prod(sizes[n] for n in (*batch, dim))
-        place = jnp.where(hit, jnp.broadcast_to(place * sizes[dim], indices.shape) + local, rows).reshape(
-            -1
-        )  # otherwise out of range
+        place = jnp.where(hit, jnp.broadcast_to(place * sizes[dim], indices.shape) + local, rows).ravel()
         space = (*i_names, *free_names)
         given = jnp.broadcast_to(aligned(updates, u_names, space), [sizes[n] for n in space]).reshape(place.size, -1)
         table = jnp.zeros((rows, given.shape[1]), updates.dtype).at[place].add(given, mode="drop")

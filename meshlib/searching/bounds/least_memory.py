@@ -70,7 +70,8 @@ class LeastMemory:
         again; other values are as many or more with less rematerialisation.
         Raises: LayoutError if the layout cannot shard a variable, slot or input.
         """
-        return self.state_bytes(layout, mesh) + self._live_bytes(layout, mesh, inside)
+        shards = ShardBytes(layout, mesh, self.passages)
+        return self.state_bytes(layout, mesh) + self.live.least_bytes(shards, inside)
 
     def needed_bytes(self, layout: LayoutRules, mesh: Mesh, compiler: Compiler, inside: bool = True) -> float:
         """Lower bound on what the compiled step needs: the peak, the share that is lost between buffers, and the code
@@ -79,17 +80,13 @@ class LeastMemory:
         Args, errors: as of `peak_bytes`.
         """
         lost = FRAGMENTATION if compiler.partitioner != "gspmd" else 0.0  # plain jit loses nothing between stacks
-        live_bytes = self._live_bytes(layout, mesh, inside) * (1 + lost)
-        return self.state_bytes(layout, mesh) + live_bytes + CODE_BYTES * self.live.products
-
-    def _live_bytes(self, layout: LayoutRules, mesh: Mesh, inside: bool) -> float:
-        """Lower bound on the bytes that are live at once beside the state."""
-        return self.live.least_bytes(_LayoutShards(layout, mesh, self.passages), inside)
+        peak = self.peak_bytes(layout, mesh, inside)
+        return peak + lost * (peak - self.state_bytes(layout, mesh)) + CODE_BYTES * self.live.products
 
 
 @dataclass
-class _LayoutShards:
-    """Bytes of the shards of tensors under one layout: see `ShardBytes`."""
+class ShardBytes:
+    """Bytes of the shards of tensors under one layout."""
 
     layout: LayoutRules
     mesh: Mesh
@@ -103,20 +100,24 @@ class _LayoutShards:
         return {a: frozenset(r.dim for r in self.layout.rules if a in r.axes) for a, size in sizes.items() if size > 1}
 
     def part_bytes(self, t: Tensor) -> float:
+        """The fewest: all axes split a tensor that can."""
         if t not in self._parts:
             self._parts[t] = self.bytes_along(t, self.axes)
         return self._parts[t]
 
     def splits(self, op: Operation) -> Iterator[Along]:
+        """Along what axes may split a product."""
         factors = [frozenset(d for d in (*f.operands, *f.outputs) if d is not None) for f in op.opdef.roles(op)]
         able = [[f for f in factors if self._meets(f, own)] or [frozenset()] for own in self.axes.values()]
         return (dict(zip(self.axes, chosen, strict=True)) for chosen in product(*able))
 
     def bytes_along(self, t: Tensor, along: Along) -> float:
+        """Those of an operand or result of a product that axes split so."""
         splitting = [a for a, names in along.items() if self._meets(t.shape.names, names)]
         return whole_bytes(t) / self.mesh.group_size(splitting)
 
     def is_gathered(self, stored: Tensor, along: Along) -> bool:
+        """True if the shard of a variable or input in memory cannot be the operand of a product split so."""
         home = self.layout.sharding(stored.shape, self.mesh, scope_of(stored))
         return any(
             a in along and not self._meets((d.name,), along[a])

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from itertools import count
 from operator import or_
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from layouts import Shape
 from meshlib.core.graph import Operation, Tensor
@@ -26,28 +26,15 @@ from meshlib.core.opdef import ON_MXU, RESIDENT, THROUGH, Kind, PowerProduct, Ro
 from meshlib.lowering.shared_sums import shared_sums
 from meshlib.lowering.simplification import Simplified, simplify
 
+if TYPE_CHECKING:
+    from meshlib.searching.bounds.least_memory import ShardBytes
+
 MOST = 4
 SMALL = 1 / 128  # of the largest start of a path, and of a path's start: what is narrower is left out
 
 Path = tuple[Tensor, ...]
 Names = frozenset[str]
 Along = Mapping[str, Names]  # of mesh axes, the dims of the factor along which each splits a product
-
-
-class ShardBytes(Protocol):
-    """Bytes of the shards of tensors under a layout."""
-
-    def part_bytes(self, t: Tensor) -> float:
-        """The fewest: all axes split a tensor that can."""
-
-    def splits(self, op: Operation) -> Iterator[Along]:
-        """Along what axes may split a product."""
-
-    def bytes_along(self, t: Tensor, along: Along) -> float:
-        """Those of an operand or result of a product that axes split so."""
-
-    def is_gathered(self, stored: Tensor, along: Along) -> bool:
-        """True if the shard of a variable or input in memory cannot be the operand of a product split so."""
 
 
 @dataclass(frozen=True)
