@@ -150,8 +150,7 @@ def _summed_by_row(updates: Array, u_names: Names, place: Array, i_names: Names,
     space = (*u_names, *(n for n in i_names if n not in u_names))
     axes = tuple(space.index(n) for n in i_names)
     updates, place = aligned(updates, u_names, space), aligned(place, i_names, space)
-    zero = jnp.zeros((), updates.dtype)
-    return jnp.stack([jnp.sum(jnp.where(place == n, updates, zero), axis=axes) for n in range(rows)])
+    return jnp.stack([jnp.sum(updates, axis=axes, where=place == n) for n in range(rows)])
 
 
 @row("update_rows")

@@ -70,8 +70,7 @@ class LeastMemory:
         again; other values are as many or more with less rematerialisation.
         Raises: LayoutError if the layout cannot shard a variable, slot or input.
         """
-        shards = ShardBytes(layout, mesh, self.passages)
-        return self.state_bytes(layout, mesh) + self.live.least_bytes(shards, inside)
+        return self.state_bytes(layout, mesh) + self.live.least_bytes(ShardBytes(layout, mesh, self.passages), inside)
 
     def needed_bytes(self, layout: LayoutRules, mesh: Mesh, compiler: Compiler, inside: bool = True) -> float:
         """Lower bound on what the compiled step needs: the peak, the share that is lost between buffers, and the code
