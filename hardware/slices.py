@@ -225,7 +225,7 @@ class Slice(Attributes):
         return Slice(f"{self.chip.name}-{shape_name(self)}", self.chip)
 
     def __repr__(self) -> str:
-        chip = "" if self.chip is CHIPS.get(self.chip.name) else f", {self.chip!r}"
+        chip = "" if self.chip == CHIPS.get(self.chip.name) else f", {self.chip!r}"
         return f"Slice({self.name!r}{chip})"
 
     def _repr_html_(self) -> str:

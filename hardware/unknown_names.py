@@ -43,9 +43,19 @@ class Attributes:
                 raise AttributeError(name)
             known = [x for x in dir(self) if not x.startswith("_")]
             hint = nearest(name, known) or (f"; it has {', '.join(known)}" if len(known) <= FEW else "")
-            if name in DRAWN and hasattr(self, "_repr_html_"):
-                hint += "; a notebook draws it as the last line of a cell"
-            raise AttributeError(f"{type(self).__name__} has no {name!r}{hint}")
+            drawn = _drawn(type(self), name)
+            raise AttributeError(f"{type(self).__name__} has no {name!r}{drawn if 'plot' in drawn else hint + drawn}")
+
+
+def _drawn(owner: type, name: str) -> str:
+    """The end of a message about a name by which people look for a picture of an object, or ""."""
+    plot, word = getattr(owner, "plot", None), name.removeprefix("plot_").removesuffix("_plot")
+    pictures = (plot.__doc__ or "").partition("what: ")[2]
+    if f'"{word}"' in pictures:
+        return f'; .plot(what="{word}") draws it'
+    if name not in DRAWN or not hasattr(owner, "_repr_html_"):
+        return ""
+    return f"; {'.plot() draws it, and ' if plot else ''}a notebook draws it as the last line of a cell"
 
 
 IN_MODULES = {  # what people look for in `hardware` itself -> where it is

@@ -68,6 +68,8 @@ def _python(subject: Subject, where: Slice, plan: PlannedLayout) -> Emitted:
     if isinstance(subject, Configured):
         assert subject.run is not None
         return python_lines(plan.est.program, where, run=subject.run)
+    if subject.image is not None:
+        return python_lines(plan.est.program, where, subject.image, subject.sizes)
     if subject.config is None:
         raise GraphError(f"--emit python is for models; {subject.name} is Python already")
     options = {"remat": "full", **subject.step, **plan.choices}

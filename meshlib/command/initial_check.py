@@ -14,7 +14,7 @@ from meshlib.command.choices import is_maxtext
 from meshlib.command.output import answer, create_folder, writable
 from meshlib.command.plan import json_of
 from meshlib.command.planning import FAILED, GOOD, planned_of
-from meshlib.command.subject import Subject, slice_of, subject_of
+from meshlib.command.subject import Subject, is_hugging_face, slice_of, subject_of
 from meshlib.core.compiler import XLA_TPU
 from meshlib.core.errors import GraphError
 from meshlib.core.files import replace_file
@@ -133,19 +133,16 @@ def _build(args: argparse.Namespace, subject: Subject, choices: dict[str, object
         models = f", models={_from(folder, args.models)}" if args.models else ""
         return f"RUN = mtf.models.read_maxtext({_from(folder, args.program)}, {overrides!r}{models})"
     settings = ", ".join(f"{name}={value!r}" for name, value in subject.settings.items())
-    if subject.config is not None:
-        read = f'mtf.models.preset("{args.program}")'
-        if Path(args.program).suffix == ".json" or Path(args.program).is_dir():
-            read = f"mtf.sharing.read_config({_from(folder, args.program)})"
+    images = subject.image is not None
+    if images or subject.config is not None:
+        read = f'mtf.models.{"image_preset" if images else "preset"}("{args.program}")'
+        if is_hugging_face(args.program):
+            read = f"mtf.sharing.{'read_image_config' if images else 'read_config'}({_from(folder, args.program)})"
         read += f".replace({settings})" if settings else ""
         sizes = ", ".join(f"{name}={size}" for name, size in subject.sizes.items())
-        step = {**subject.step, **choices}
-        chosen = "".join(f", {text}" for text in source_texts(step))
-        return f"def build():\n    return mtf.models.train_step({read}, {sizes}{chosen})"
-    if subject.image is not None:
-        read = f'mtf.models.image_preset("{args.program}")' + (f".replace({settings})" if settings else "")
-        batch = subject.sizes["batch"]
-        return f"def build():\n    return mtf.models.image_step({read}, {batch}, mtf.optimize.MomentumOptimizer(0.1))"
+        chosen = "".join(f", {text}" for text in source_texts({**subject.step, **choices}))
+        step = f"image_step({read}, {sizes}, optimizer=mtf.optimize.MomentumOptimizer(0.1))"
+        return "def build():\n    return mtf.models." + (step if images else f"train_step({read}, {sizes}{chosen})")
     path, _, function = args.program.partition(".py")
     name = function.lstrip(":") or "build"
     return (

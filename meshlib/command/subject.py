@@ -201,16 +201,19 @@ class Subject:
 
 
 def is_hugging_face(program: str) -> bool:
-    """True if a program is a config.json, or a folder with one."""
-    return program.endswith(".json") or Path(program, "config.json").is_file()
+    """True if a program is a config.json or params.json, or a folder with one."""
+    return program.endswith(".json") or any(Path(program, name).is_file() for name in ("config.json", "params.json"))
 
 
-def _foreign(program: str) -> tuple[TransformerConfig, str]:
-    """The model of a config.json, and its features that are not expressed."""
+def _foreign(program: str) -> tuple[Any, str]:
+    """The model of a config.json, of text or images, and its features that are not expressed."""
     from meshlib.sharing.foreign_config import config_notes, read_config
+    from meshlib.sharing.foreign_images import image_config_notes, is_of_images, read_image_config
 
-    lines = [line for note in config_notes(program) for line in wrapped(note, "not expressed: ", " ")]
-    return read_config(program), "\n".join(lines)
+    images = is_of_images(program)
+    notes = (image_config_notes if images else config_notes)(program)
+    lines = [line for note in notes for line in wrapped(note, "not expressed: ", " ")]
+    return (read_image_config if images else read_config)(program), "\n".join(lines)
 
 
 def slice_of(text: str) -> Slice:
@@ -234,12 +237,12 @@ def subject_of(args: argparse.Namespace, where: Slice | None) -> Subject:
         return _from_file(args, given)
     refuse_arguments(args, args.program)
     devices = where.devices if where is not None else _devices_named(args)
-    if args.program in IMAGE_PRESETS:
-        return _of_images(args, given, devices)
+    config, notes = _config(args.program)
+    if not isinstance(config, TransformerConfig):
+        return _of_images(args, config, notes, given, devices)
     for name in OPTIONS:
         if name in given:
             raise GraphError(f"--set {name}={given[name]}: a model takes it as an option, --{name} {given[name]}")
-    config, notes = _config(args.program)
     step = {name: given.pop(name) for name in STEP_SETTINGS if name in given}
     if "numerics" in given:
         raise GraphError("--set numerics: set its fields, such as --set precision=int8 --set slice_dtype=bfloat16")
@@ -295,10 +298,12 @@ def usual_length(config: TransformerConfig) -> int:
     return most - most % LANES if most > LANES else most
 
 
-def _config(name: str) -> tuple[TransformerConfig, str]:
-    """The model of a preset or of a Hugging Face config.json, and notes on it."""
+def _config(name: str) -> tuple[Any, str]:
+    """The model of a preset or of a Hugging Face config.json, of text or images, and notes on it."""
     if is_hugging_face(name):
         return _foreign(name)
+    if name in IMAGE_PRESETS:
+        return image_preset(name), ""
     if name not in PRESETS:
         file, colon, function = name.partition(":")
         if Path(f"{file}.py").is_file():
@@ -326,12 +331,11 @@ def nearest_file(name: str) -> str:
     return nearest(name, [str(file) for file in beside if file.suffix in (".json", ".py", ".yml")])
 
 
-def _of_images(args: argparse.Namespace, given: Mapping[str, Any], devices: int) -> Subject:
+def _of_images(args: argparse.Namespace, config: Any, notes: str, given: Mapping[str, Any], devices: int) -> Subject:
     """A training step of an image model."""
     for flag in ("length", "remat"):
         if getattr(args, flag, None):
             raise GraphError(f"--{flag} is for Transformers; {args.program} is a model of images")
-    config = image_preset(args.program)
     if given:
         config = config.replace(**given)
     batch = args.batch or IMAGES_OF_A_DEVICE * devices
@@ -340,7 +344,8 @@ def _of_images(args: argparse.Namespace, given: Mapping[str, Any], devices: int)
         return image_step(config, choices.get("batch", batch), MomentumOptimizer(0.1))
 
     compiler = COMPILERS[args.compiler]
-    return Subject(args.program, build, {}, None, {"batch": batch}, compiler, image=config, settings=given)
+    sizes = {"batch": batch}
+    return Subject(config.name, build, {}, None, sizes, compiler, notes=notes, image=config, settings=given)
 
 
 def _from_file(args: argparse.Namespace, given: Mapping[str, object]) -> Subject:

@@ -6,6 +6,8 @@ if _typing.TYPE_CHECKING:
     from meshlib.sharing.exporting import export as export
     from meshlib.sharing.foreign_config import config_notes as config_notes
     from meshlib.sharing.foreign_config import read_config as read_config
+    from meshlib.sharing.foreign_images import image_config_notes as image_config_notes
+    from meshlib.sharing.foreign_images import read_image_config as read_image_config
     from meshlib.sharing.loading import ImageModel as ImageModel
     from meshlib.sharing.loading import Model as Model
     from meshlib.sharing.loading import OwnModel as OwnModel

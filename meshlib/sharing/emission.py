@@ -9,6 +9,8 @@ from hardware.slices import Slice
 from layouts import LayoutRules, Sharding
 from meshlib.core.errors import GraphError
 from meshlib.models.config import TransformerConfig
+from meshlib.models.images.presets import IMAGE_PRESETS
+from meshlib.models.images.step import ImageConfig
 from meshlib.models.maxtext.run import MaxTextRun
 from meshlib.models.presets import PRESETS
 from meshlib.models.train import source_texts
@@ -125,7 +127,7 @@ def _mesh(program: Program) -> str:
 def python_lines(
     program: Program,
     where: Slice,
-    config: TransformerConfig | None = None,
+    config: TransformerConfig | ImageConfig | None = None,
     sizes: Mapping[str, int] | None = None,
     run: MaxTextRun | None = None,
     options: Mapping[str, object] | None = None,
@@ -143,27 +145,31 @@ def python_lines(
     if config is None or sizes is None:
         raise GraphError("python_lines: give a config with its sizes, or a run")
     model, missing = _config_text(config)
-    step = ", ".join(source_texts({**sizes, **(options or {})}))
+    step = ", ".join(["config", *source_texts({**sizes, **(options or {})})])
+    called = f"train_step({step})"
+    if not isinstance(config, TransformerConfig):
+        called = f"image_step({step}, optimizer=mtf.optimize.MomentumOptimizer(0.1))"
     lines += [
         f"config = {model}",
         "with mtf.Graph():",
-        f"    outputs, updates = mtf.models.train_step(config, {step})",
+        f"    outputs, updates = mtf.models.{called}",
         f"    program = mtf.lower(outputs, updates, mesh={str(program.mesh)!r}, layout={str(program.layout)!r})",
         f"print(mtf.estimate(program, {where.name!r}).table())",
     ]
     return Emitted(tuple(lines), missing)
 
 
-def _config_text(config: TransformerConfig) -> tuple[str, tuple[str, ...]]:
+def _config_text(config: TransformerConfig | ImageConfig) -> tuple[str, tuple[str, ...]]:
     """A preset plus the fields that differ from it; without a preset, all fields that differ from their defaults."""
-    base = PRESETS.get(config.name)
+    presets, preset = (PRESETS, "preset") if isinstance(config, TransformerConfig) else (IMAGE_PRESETS, "image_preset")
+    base = presets.get(config.name)
     if base is None:
         given = {f.name: getattr(config, f.name) for f in fields(config) if getattr(config, f.name) != f.default}
-        start = "mtf.models.TransformerConfig("
+        start = f"mtf.models.{type(config).__name__}("
     else:
         given = {f.name: getattr(config, f.name) for f in fields(config)
                  if getattr(config, f.name) != getattr(base, f.name)}  # fmt: skip
-        start = f"mtf.models.preset({config.name!r})"
+        start = f"mtf.models.{preset}({config.name!r})"
         if not given:
             return start, ()
         start += ".replace("

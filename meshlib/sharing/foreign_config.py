@@ -15,11 +15,12 @@ from meshlib.core.errors import CheckpointError, GraphError, MeshlibError, neare
 from meshlib.layers.positions import RotaryScaling
 from meshlib.models.config import TransformerConfig
 from meshlib.sharing.foreign_families import ABSENT, FAMILIES, SCALINGS, SCHEMA, TEXT_MODELS, notes, rope_of
+from meshlib.sharing.foreign_params import NEEDED, as_hugging_face, check_params, is_params
 from meshlib.sharing.foreign_planned import PLANNED, PLANNED_SCHEMA, completed, planned_notes
 
 Fields = Mapping[str, Any]
-WHAT, TEXT_MODEL = "read_config", "text_config"
-IMAGES = ("resnet", "vit", "convnext", "swin", "deit", "efficientnet", "mobilenet_v2")  # types of classifiers
+WHAT, TEXT_MODEL, CONFIG = "read_config", "text_config", "config.json"
+IMAGES = ("convnext", "swin", "deit", "efficientnet", "mobilenet_v2")  # other types of classifiers
 ACTIVATIONS = {
     **{"relu": "relu", "silu": "silu", "swish": "silu"},
     **{"gelu": "gelu_exact", "gelu_python": "gelu_exact"},
@@ -28,7 +29,7 @@ ACTIVATIONS = {
 
 
 def read_config(path: str | os.PathLike[str], name: str | None = None) -> TransformerConfig:
-    """The model that a Hugging Face config.json describes.
+    """The model that a Hugging Face config.json describes, or Meta's or Mistral's params.json.
 
     Llama 2 to 4, Mistral, Mixtral, Gemma 1 to 4, Qwen 2 and 3 with their experts, DeepSeek 2 and 3, Kimi K2, GPT-OSS,
     OLMo 2 and 3, OLMoE, Phi 3 and 4, GPT-2 and T5; to be planned, but without their weights, the families of
@@ -91,6 +92,8 @@ def _check_kind(kind: str, target: object) -> None:
 
 def _remedy_of(kind: str, known: Collection[str]) -> str:
     """What to do with a config of an unknown type."""
+    if kind in ("vit", "resnet"):
+        return "; it is a classifier of images: mtf.sharing.read_image_config reads it"
     if kind in IMAGES:
         return "; classifiers of images are presets whose sizes --set changes: meshlib plan vit-b-16, or resnet-50"
     return f"{nearest(kind, known)}; if it computes as one of them, give its type in a copy, with the fields of that"
@@ -106,19 +109,25 @@ def _fault_of_heads(given: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _name_of(target: Path) -> str:
-    """The name of a file, or of the folder of a `config.json`."""
-    return target.absolute().parent.name if target.stem == "config" else target.stem
+def file_in(folder: Path) -> Path | None:
+    """The file in a folder that describes a model, if there is one."""
+    return next((file for name in (CONFIG, "params.json") if (file := folder / name).is_file()), None)
+
+
+def model_file(path: str | os.PathLike[str]) -> object:
+    """The file that describes a model, given by itself or by its folder."""
+    place = Path(path) if isinstance(path, str | os.PathLike) else path
+    return file_in(place) or place / CONFIG if isinstance(place, Path) and place.is_dir() else place
+
+
+def model_name(target: Path) -> str:
+    """The name of a file, or of the folder of a `config.json` or `params.json`."""
+    return target.absolute().parent.name if target.stem in ("config", "params") else target.stem
 
 
 def _read(path: str | os.PathLike[str], name: str | None) -> tuple[TransformerConfig, list[str]]:
-    place = Path(path) if isinstance(path, str | os.PathLike) else path
-    if isinstance(place, Path) and place.is_dir():
-        place = place / "config.json"
-    given, target = read_json(
-        place, WHAT, CheckpointError, "Hugging Face's config.json with a model_type", {"model_type": TEXT}
-    )
-    kind, called = given["model_type"], name or _name_of(Path(target)) or str(given["model_type"])
+    given, target = _fields_of(model_file(path))
+    kind, called = given["model_type"], name or model_name(Path(target)) or str(given["model_type"])
     towers: list[str] = []
     if text_kind := _kind_of_text(given):
         towers = [
@@ -148,6 +157,27 @@ def _read(path: str | os.PathLike[str], name: str | None) -> tuple[TransformerCo
         if isinstance(fault, MeshlibError):
             raise
         raise CheckpointError(f"{WHAT}: {target} does not describe a model: {fault}") from None
+
+
+def _fields_of(place: object) -> tuple[Fields, str]:
+    """The fields of a file under Hugging Face's names, and its resolved path."""
+    given, target = read_json(
+        place, WHAT, CheckpointError, "Hugging Face's config.json with a model_type", {"model_type": TEXT.optional()}
+    )
+
+    def fail(fault: str) -> NoReturn:
+        raise CheckpointError(f"{WHAT}: {target}: {fault}")
+
+    if is_params(given):
+        check_params(given, fail)
+        return as_hugging_face(given, target), target
+    if given.get("model_type") is None:
+        there = ", ".join(list(given)[:4]) or "no fields"
+        fail(
+            f"no model_type: neither Hugging Face's config.json nor a params.json with {', '.join(NEEDED)}; it has "
+            f"{there:.120}"
+        )
+    return given, target
 
 
 def _fields(given: Fields, kind: str) -> dict[str, Any]:

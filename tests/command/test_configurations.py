@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("yaml")
 
+import meshlib as mtf
 from meshlib.command import main
 
 TINY = [
@@ -105,6 +107,25 @@ def test_configs_of_hugging_face_are_planned(tmp_path: Path, capsys: pytest.Capt
     status, out, _ = run("plan", str(file), *args, capsys=capsys)
     assert status == 0
     assert "115,392 parameters" in out  # 2 * 256 * 64 + 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64 + 3 * 64)
+
+
+def test_a_config_of_images_is_planned_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    folder = tmp_path / "small"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "vit", "image_size": 32, "patch_size": 8, **sizes}))
+    args = (str(folder), "--slice", "v5e-4", "--batch", "8")
+    status, out, _ = run("plan", *args, "--set", "classes=10", capsys=capsys)
+    assert (status, "small on v5e-4: fits" in out, "8 images" in out) == (0, True, True)
+    config = mtf.sharing.read_image_config(folder).replace(classes=10)
+    assert f"{config.parameters:,} parameters" in out
+    _, source, _ = run("plan", *args, "--emit", "python", capsys=capsys)
+    names: dict[str, Any] = {}
+    exec(source, names)
+    assert names["config"] == config.replace(classes=2)
+    status, _, _ = run("init", *args, "--out", str(tmp_path / "test_small.py"), capsys=capsys)
+    assert status == 0
+    assert pytest.main(["-q", "-p", "no:cacheprovider", str(tmp_path / "test_small.py")]) == 0
 
 
 MISTAKES = {

@@ -99,6 +99,11 @@ LLAMA = {
     "model_type": "llama", "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32,
     "vocab_size": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}, "tie_word_embeddings": False,
 }  # fmt: skip
+PARAMS = {
+    "dim": 16, "n_layers": 2, "n_heads": 4, "multiple_of": 8, "ffn_dim_multiplier": 1.3, "vocab_size": 64,
+    "moe": {"num_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
+RESNET = {"model_type": "resnet", "hidden_sizes": [16, 32], "depths": [1, 2], "embedding_size": 4, "num_labels": 3}
 ROW = {
     "id": "a", "kind": "micro", "family": "microbench", "chip": "v7", "n_chips": 4, "slice": {"topology": "2x2x1"},
     "model": {"op": "matmul m=n=k", "n": 256}, "precision": "bf16", "measured": {"tflops_per_s_per_device": 18.3},
@@ -277,6 +282,8 @@ READERS: dict[str, Reader] = {
     "read_weights": Reader(weights, lambda path: dict(mtf.sharing.read_weights(path, TINY))),
     "read_weights of an index": Reader(index, read_index, "json", 50),
     "read_config": Reader(text(LLAMA), mtf.sharing.read_config, "json"),
+    "read_config of params": Reader(text(PARAMS), mtf.sharing.read_config, "json"),
+    "read_image_config": Reader(text(RESNET), mtf.sharing.read_image_config, "json"),
     "load_model": Reader(exported, read_exported, "json", 50),
     "BytePairs.load": Reader(tokenizer, mtf.BytePairs.load, "json"),
     "search(resume=)": Reader(

@@ -230,6 +230,17 @@ def test_names_of_parts_of_the_machine_are_answered() -> None:
         _ = hardware.Slice("v3-8").plot
 
 
+@pytest.mark.parametrize("name", ["torus", "plot_torus", "torus_plot"])
+def test_names_of_pictures_are_answered_with_the_call_that_draws_them(name: str) -> None:
+    with mtf.Graph():
+        program = mtf.lower({"y": mtf.exp(mtf.input("x", "batch:8"))}, mesh="data:8", layout="batch:data")
+    estimate = mtf.estimate(program, "v3-8")
+    with pytest.raises(AttributeError, match=rf"^Estimate has no '{name}'; \.plot\(what=\"torus\"\) draws it$"):
+        getattr(estimate, name)
+    with pytest.raises(AttributeError, match=r"^Estimate has no 'show'; \.plot\(\) draws it, and a notebook draws it"):
+        _ = estimate.show
+
+
 def test_what_runs_return_is_shown_in_a_line() -> None:
     with mtf.Graph():
         w = mtf.variable("w", [], 1.0)

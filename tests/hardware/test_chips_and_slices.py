@@ -349,6 +349,7 @@ def test_bad_tables_and_lookups():
         ):
             Chip(*args, **figures)
     assert copy.copy(CHIPS["v3"]) == pickle.loads(pickle.dumps(CHIPS["v3"])) == CHIPS["v3"]
+    assert repr(pickle.loads(pickle.dumps(Slice("v3-8")))) == "Slice('v3-8')"
     with pytest.raises(HardwareError, match="no figure 'clock'"):
         CHIPS["v4"].source("clock")
     with pytest.raises(HardwareError, match="unknown MXU dtype 'fp16'"):

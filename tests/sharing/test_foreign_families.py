@@ -171,7 +171,8 @@ REFUSED: dict[str, tuple[Fields, type[Exception], str]] = {
     "vision": ({"model_type": "qwen3_vl"}, GraphError, "a vision tower, which no config here expresses; plan its text"),
     "near": ({"model_type": "mixtrall"}, GraphError, "names them); did you mean 'mixtral'?"),
     "far": ({"model_type": "wholly-unlike"}, GraphError, "if it computes as one of them, give its type in a copy"),
-    "images": ({"model_type": "vit"}, GraphError, "presets whose sizes --set changes: meshlib plan vit-b-16"),
+    "a ViT": ({"model_type": "vit"}, GraphError, "a classifier of images: mtf.sharing.read_image_config reads it"),
+    "images": ({"model_type": "swin"}, GraphError, "presets whose sizes --set changes: meshlib plan vit-b-16"),
     "layers": (
         {**MODELS["qwen3-0.6b"][1], "model_type": "olmo3", "layer_types": ["linear_attention"], "sliding_window": 8},
         GraphError, "layer_types has linear attention",

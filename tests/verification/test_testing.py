@@ -240,7 +240,9 @@ def test_a_snapshot_shows_what_changed(program: Program, tmp_path: Path, monkeyp
     with mtf.Graph():
         loss, train = network(mtf.Dimension("batch", 16))
         larger = mtf.lower({"loss": loss}, train, "rows:2;cols:1", "batch:rows")
-    with pytest.raises(AssertionError, match=r"net.txt: dims batch:8 -> batch:16; holds [\d,]+ bytes"):
+    flops = 2 * 4 * 16 * 4  # of a row of cores: batch / 2, d_in, d_out; forward, and for the gradient of w1
+    said = rf"dims batch:8 -> batch:16; computes {2 * flops:,} FLOPs.* -> {4 * flops:,} FLOPs.*; holds [\d,]+ bytes"
+    with pytest.raises(AssertionError, match=f"net.txt: {said}"):
         testing.assert_snapshot(larger, path)
     with pytest.raises(AssertionError, match=r"-layout batch:rows\n  \+layout batch:rows;d_in:rows\?") as caught:
         testing.assert_snapshot(other, path)

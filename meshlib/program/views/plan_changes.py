@@ -19,12 +19,12 @@ from meshlib.program.instructions import Compute, Resident
 from meshlib.program.records import Program, require_program, walk
 
 UPDATE = "MESHLIB_UPDATE_SNAPSHOTS"  # if set to 1, snapshots are written
-HEADS = ("mesh", "layout", "dims", "sends", "holds")  # first words of a snapshot's lines that occur once
+HEADS = ("mesh", "layout", "dims", "computes", "sends", "holds")  # first words of a snapshot's lines that occur once
 SHOWN = 3  # operations named in a note; others are counted
 
 
 def assert_snapshot(program: Program, path: str | Path, update: bool = False) -> None:
-    """Assert that a program's plan is unchanged: collectives by cause, bytes sent, memory. All exact.
+    """Assert that a program's plan is unchanged: collectives by cause, bytes sent, FLOPs, memory. All exact.
 
     Args:
       program: the lowered program.
@@ -83,7 +83,7 @@ def _dims(program: Program) -> str:
 
 
 def snapshot(program: Program) -> str:
-    """The text of a snapshot: mesh, layout, dims, one line per cause of collectives, in order, bytes and memory."""
+    """The text of a snapshot: mesh, layout, dims, one line per cause of collectives, in order, FLOPs, bytes, memory."""
     sent: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     for c in program.collectives:
@@ -93,6 +93,7 @@ def snapshot(program: Program) -> str:
         counts[cause] += c.count
     lines = [f"mesh {program.mesh}", f"layout {program.layout or '(none)'}", f"dims {_dims(program)}"]
     lines += [f"{cause.format(counts[cause])}, sends {exact_text(sent[cause])} bytes" for cause in sent]
+    lines.append(f"computes {exact_text(program.work.mxu_flops)} FLOPs of products in each core")
     lines.append(f"sends {exact_text(program.sent_bytes)} bytes in all")
     lines.append(f"holds {program.memory.peak_bytes:,} bytes at its peak")
     lines += [f"  {kind}: {size:,} bytes" for kind, size in program.memory.by_kind.items() if size]
