@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from meshlib.command.choices import COMMAND_FOR, STEP_SETTINGS, is_maxtext
+from meshlib.command.choices import COMMAND_FOR, STEP_SETTINGS, is_configuration, is_maxtext
 from meshlib.core.errors import nearest
 
 WRONG = 2  # exit status of a usage error
@@ -24,17 +24,20 @@ def _is_setting(name: str) -> bool:
 
 
 def _split(args: list[str]) -> tuple[list[str], list[list[str]]]:
-    """The arguments without the KEY=VALUE groups after each `--`, and those groups.
+    """The arguments without the groups after each `--`, and those groups, of a MaxText configuration KEY=VALUE alone.
 
     >>> _split(["compare", "base.yml", "a=1", "--", "b=2", "--slice", "v5e-16", "--", "c=3"])
     (['compare', 'base.yml', 'a=1', '--slice', 'v5e-16'], [['b=2'], ['c=3']])
+    >>> _split(["compare", "gpt2", "--slice", "v5e-16", "--", "--batch", "64"])
+    (['compare', 'gpt2', '--slice', 'v5e-16'], [['--batch', '64']])
     """
     common: list[str] = []
     changes: list[list[str]] = []
+    configuration = any(map(is_configuration, args))
     for text in args:
         if text == "--":
             changes.append([])
-        elif changes and "=" in text and text[0] != "-":
+        elif changes and (not configuration or ("=" in text and text[0] != "-")):
             changes[-1].append(text)
         else:
             common.append(text)
@@ -71,16 +74,34 @@ class Parser(argparse.ArgumentParser):
         args, changes = _split([*(sys.argv[1:] if args is None else args)])
         given, unknown = self.parse_known_args(args, namespace)
         given.changes = changes
-        if changes and not (is_maxtext(given) and given.command == "compare"):
-            self.commands.get(getattr(given, "command", ""), self).error(
-                "-- begins other overrides of a MaxText configuration: meshlib compare base.yml KEY=VALUE -- KEY=VALUE"
-            )
+        command = self.commands.get(getattr(given, "command", ""), self)
+        if changes and given.command != "compare":
+            command.error("-- begins what meshlib compare changes: meshlib compare gpt2 --slice v5e-8 -- --batch 64")
+        given.others = [] if is_maxtext(given) else [command.changed(given, change) for change in changes]
         given.overrides = [text for text in unknown if "=" in text and text[0] != "-"] if is_maxtext(given) else []
         surplus = [text for text in unknown if text not in given.overrides]
         if surplus:
-            command = self.commands.get(getattr(given, "command", ""), self)
             command.error(command.unknown(surplus, is_maxtext(given)))
         return given
+
+    def changed(self, given: argparse.Namespace, change: Sequence[str]) -> argparse.Namespace:
+        """The arguments of a command with others in the place of some; values of --set are added."""
+        if not change:
+            self.error("-- is followed by what changes, such as -- --batch 64, or another model: -- gpt2-medium")
+        if "=" in change[0] and not change[0].startswith("-"):
+            self.error(self.unknown(change))
+        where = [] if "--slice" in change else ["--slice", given.slice]
+        program = [given.program] if change[0].startswith("-") else []
+        alone, unknown = self.parse_known_args([*program, *where, *change])
+        if unknown:
+            self.error(self.unknown(unknown))
+        own = {name: value for name, value in vars(alone).items() if value != self.get_default(name)}
+        if alone.set:
+            names = {text.partition("=")[0] for text in alone.set}
+            own["set"] = [*(text for text in given.set or () if text.partition("=")[0] not in names), *alone.set]
+        if alone.mesh or alone.layout:
+            own |= {"mesh": alone.mesh, "layout": alone.layout or given.layout}
+        return argparse.Namespace(**{**vars(given), **own})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in `argparse`, but unknown options are reported before missing ones."""

@@ -39,7 +39,7 @@ def parser() -> Parser:
         ("explain", "what one core runs, and why it sends; or the collectives of step.hlo.txt", "commands:explain"),
         ("estimate", "where time and memory go, operation by operation", "commands:estimated"),
         ("profile", "which share of the step each unit works, and for what", "commands:profiled"),
-        ("compare", "the first layout against the others, or overrides of base.yml", "commands:compared"),
+        ("compare", "the first layout against the others, or what follows each --", "commands:compared"),
         ("check", "all faults of a layout at once", "commands:checked"),
         ("verify", "run the layout on simulated cores and compare with one core", "commands:verified"),
         ("trace", "write the schedule for ui.perfetto.dev", "commands:traced"),

@@ -31,6 +31,11 @@ COMMAND_FOR = {word: command for command, words in WORDS.items() for word in wor
 OPTIMIZERS = ("adam", "sgd", "none")  # optimizers for JAX functions
 
 
+def is_configuration(program: object) -> bool:
+    """True for the name of a MaxText configuration."""
+    return str(program).endswith((".yml", ".yaml"))
+
+
 def is_maxtext(args: argparse.Namespace) -> bool:
     """True if a command's program is a MaxText configuration."""
-    return str(getattr(args, "program", "")).endswith((".yml", ".yaml"))
+    return is_configuration(getattr(args, "program", ""))

@@ -68,16 +68,7 @@ def compared(args: argparse.Namespace) -> int:
 
         first, others, sentences = compared_runs(args, slice_of(args.slice))
     else:
-        subject, layouts = _subject_and_layouts(args)
-        first, *others = _estimates_of(args, subject, layouts)
-        if not others:
-            raise GraphError(
-                "compare needs at least two --layout; Estimate.compare in Python compares other batches and models"
-            )
-        names = [f"{name} on {mesh}" for name, mesh in layouts[1:]]
-        sentences = [difference(first, other, name) for other, name in zip(others, names, strict=True)]
-        if subject.config is not None:
-            each = [f"each:   {subject.batch_text}, remat {first_choices(args, subject)['remat']} (--remat)"]
+        first, others, sentences, each = _compared(args)
     if args.json:
         figures_of_others = [
             {"sentence": sentence, "second": figures.of_estimate(other)}
@@ -89,6 +80,33 @@ def compared(args: argparse.Namespace) -> int:
         notes = dict.fromkeys((*first.program.notes, *other.program.notes))
         say("\n".join([sentence, "", *each, first.compare(other), *(f"note: {note}" for note in notes), ""]))
     return GOOD
+
+
+def _compared(args: argparse.Namespace) -> tuple[Estimate, list[Estimate], list[str], list[str]]:
+    """The first layout; the other layouts, or it with other arguments; a sentence each; what all have in common."""
+    subject, layouts = _subject_and_layouts(args)
+    if not args.others:
+        first, *others = _estimates_of(args, subject, layouts)
+        if not others:
+            raise GraphError("compare needs at least two --layout, or after -- what to change: -- --batch 64")
+        names = [f"{name} on {mesh}" for name, mesh in layouts[1:]]
+        sentences = [difference(first, other, name) for other, name in zip(others, names, strict=True)]
+        remat = first_choices(args, subject).get("remat")
+        each = [f"each:   {subject.batch_text}, remat {remat} (--remat)"] if subject.config is not None else []
+        return first, others, sentences, each
+    if args.layout and layouts[1:]:
+        raise GraphError("compare takes several --layout, or one and after -- what to change")
+    first, others, sentences = _estimates_of(args, subject, layouts[:1])[0], [], []
+    for other_args, change in zip(args.others, args.changes, strict=True):
+        if other_args.slice == args.slice and other_args.layout == args.layout and other_args.mesh == args.mesh:
+            other_args.layout, other_args.mesh = ["@".join(layouts[0])], None
+        other, its_layouts = _subject_and_layouts(other_args)
+        others += _estimates_of(other_args, other, its_layouts[:1])
+        count, unit = subject.counted or (1, "")
+        other_count, other_unit = other.counted or (1, "")
+        sizes = (count, other_count) if unit == other_unit else None
+        sentences.append(difference(first, others[-1], " ".join(change), sizes, unit))
+    return first, others, sentences, []
 
 
 def checked(args: argparse.Namespace) -> int:

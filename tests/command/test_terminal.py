@@ -337,6 +337,24 @@ def test_compare_says_in_a_sentence_what_changed_and_why(capsys: pytest.CaptureF
     ), sentence
 
 
+def test_compare_takes_other_options_and_models_after_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    shared = "--slice v5e-8 --layout data@data:8 --batch 8 --length 64 --set layers=2 --set vocab=512"
+    changes = ("--batch 16", "--set vocab=1024 --remat none", "gpt2-medium --set heads=16", "--slice v5e-4 --batch 4")
+    _, out, _ = run(f"compare gpt2 {shared} --json -- {' -- '.join(changes)} --layout data@data:4", capsys)
+    data = json.loads(out)
+    sentences = [other["sentence"] for other in data["others"]]
+    assert [sentence.partition(" is ")[0] for sentence in sentences] == [
+        *changes[:3], f"{changes[3]} --layout data@data:4 of v5e-4"[: -len(" of v5e-4")]
+    ]  # fmt: skip
+    assert [" for 512 tokens" in sentence for sentence in sentences] == [True, False, False, True]
+    alone = json.loads(
+        run(f"estimate gpt2 {shared} --set d_ff=3072 --remat none --json".replace("512", "1024"), capsys)[1]
+    )
+    steps = [other["second"]["step_seconds_modelled"] for other in data["others"]]
+    assert steps[1] == alone[0]["step_seconds_modelled"], "the other settings stay"
+    assert steps[3] < data["first"]["step_seconds_modelled"] < steps[0]
+
+
 def test_a_plan_on_several_slices_names_the_cheapest_and_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
     shared = "--batch 16 --length 128 --remat full --layout data@data:4"
     status, out, err = run(f"plan gpt2 --slice v5e-4,v6e-4 {shared}", capsys)

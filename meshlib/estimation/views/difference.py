@@ -11,11 +11,13 @@ SAME = 0.002  # of a step: smaller changes are ignored
 MUCH = 0.2  # of the largest change: smaller opposite changes are not mentioned
 
 
-def difference(first: Estimate, second: Estimate, name: str = "", tokens: tuple[int, int] | None = None) -> str:
+def difference(
+    first: Estimate, second: Estimate, name: str = "", sizes: tuple[int, int] | None = None, unit: str = "tokens"
+) -> str:
     """One sentence: changes of step time and memory, with the largest contribution and its reason.
 
-    `name`: that of the second; by default its layout and mesh. `tokens`: per step of each; if they differ, times are
-    scaled to the tokens of the first.
+    `name`: that of the second; by default its layout and mesh. `sizes`: tokens (or the `unit`) of a step of each; if
+    they differ, times are scaled to those of the first.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -26,22 +28,23 @@ def difference(first: Estimate, second: Estimate, name: str = "", tokens: tuple[
       >>> difference(a, b).partition(", because ")[2].startswith("it waits")
       True
     """
-    share = tokens[0] / tokens[1] if tokens is not None else 1.0
+    share = sizes[0] / sizes[1] if sizes is not None else 1.0
     before, after = first.step_seconds, share * second.step_seconds
     change = after / before - 1 if before else 0.0
     names = name or f"{second.program.layout or '(nothing is split)'} on {second.program.mesh}"
-    if first.slice.name != second.slice.name:
+    if second.slice.name not in (first.slice.name, *names.split()):
         names += f" of {second.slice.name}"
     speed = "as fast" if abs(change) < SAME else f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}*"
     more = second.memory.needed_bytes - first.memory.needed_bytes
     needs = "the same memory" if not more else f"{bytes_text(abs(more))}* {'more' if more > 0 else 'less'} memory"
     fits = "" if first.fits == second.fits else ", which fits" if second.fits else ", which does not fit"
-    text = f"{names} is {speed} ({seconds_text(before)} to {seconds_text(after)}{_for(tokens)}) and needs {needs}{fits}"
+    times = f"{seconds_text(before)} to {seconds_text(after)}{_for(sizes, unit)}"
+    text = f"{names} is {speed} ({times}) and needs {needs}{fits}"
     return f"{text}{_reason(first, second, change, share)}."
 
 
-def _for(tokens: tuple[int, int] | None) -> str:
-    return "" if tokens is None or tokens[0] == tokens[1] else f" for {tokens[0]:,} tokens"
+def _for(sizes: tuple[int, int] | None, unit: str) -> str:
+    return "" if sizes is None or sizes[0] == sizes[1] else f" for {sizes[0]:,} {unit}"
 
 
 def _reason(first: Estimate, second: Estimate, change: float, share: float) -> str:
