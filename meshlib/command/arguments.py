@@ -57,11 +57,14 @@ def parser() -> Parser:
             command.add_argument("--out", required=True, help="the file, such as trace.json")
     dims = _about(under, "dims", "the dims of a program, their sizes and where they come from", "commands:dims", False)
     dims.set_defaults(compiler=XLA_TPU.name)
-    _validate(_command(under, "validate", "predicted beside published, with the error of each row", "tables:validated"))
+    validate = _command(
+        under, "validate", "predicted beside published, with the error of each row", "validated:validated"
+    )
+    _validate(validate)
     slices = _command(under, "slices", "which slices there are", "tables:slices")
     slices.add_argument("kind", nargs="?", help="a chip, such as v5e; all of them unless given")
     _command(under, "models", "which models there are", "tables:models")
-    _records(_command(under, "records", "write records of pictures, a table, IDX files or a text", "tables:recorded"))
+    _records(_command(under, "records", "write records of pictures, a table, IDX files or a text", "recorded:recorded"))
     top.commands = dict(under.choices)
     for command in top.commands.values():
         command.siblings = top.commands

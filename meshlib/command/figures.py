@@ -7,13 +7,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from hardware.slices import Slice
-from meshlib.estimation import Estimate
-from meshlib.estimation.views.profile import Profile
-from meshlib.program.records import Program
-from meshlib.verification import Verification
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # modules of other commands
+    from meshlib.estimation import Estimate
+    from meshlib.estimation.views.profile import Profile
+    from meshlib.program.records import Program
     from meshlib.searching import Found
+    from meshlib.verification import Verification
 
 
 def picked(record: object, exact: str, modelled: str = "") -> dict[str, Any]:

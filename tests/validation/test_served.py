@@ -18,7 +18,7 @@ def test_a_server_decodes_less_than_the_model_and_more_than_half(run):
 
 
 def test_the_command(capsys, monkeypatch):
-    monkeypatch.setattr("meshlib.command.tables.served_figures", lambda: served_figures(RUNS[-1:]))
+    monkeypatch.setattr("meshlib.command.validated.served_figures", lambda: served_figures(RUNS[-1:]))
     assert main(["validate", "--served", "--quiet", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["name"] == "llama3.1-8b v6e-1 bfloat16 full"
