@@ -261,6 +261,12 @@ PRESETS: tuple[tuple[str, int, int, str, str, dict[str, Any], tuple[str, ...]], 
     ("mtf-lm-4.9b", 256, 256, "2d", "data:16;model:32", {"remat": "none"}, ("v2-512",)),
     ("transformer-big", 64, 128, "2d", "data:2;tensor:4", {"remat": "none", "optimizer": "adam"}, ("v3-8",)),
     ("maxtext-16b", 64, 2048, "data+fsdp", "data:2;fsdp:16", {"remat": "matmuls"}, ("v5e-32",)),
+    ("mixtral-8x7b", 64, 4096, "fsdp", "fsdp:64", {"remat": "full"}, ("v5p-128",)),
+    ("mixtral-8x7b", 64, 4096, "fsdp+expert", "fsdp:8;expert:8", {"remat": "matmuls"}, ("v5p-128",)),
+    ("deepseek-v3", 128, 4096, "fsdp+expert", "fsdp:8;expert:16", {"remat": "full"}, ("v5p-256",)),
+    ("gpt-oss-20b", 64, 8192, "fsdp+expert", "fsdp:2;expert:32", {"remat": "full"}, ("v5e-64",)),
+    ("switch-base-8", 64, 512, "fsdp+expert", "fsdp:8;expert:8", {"remat": "full"}, ("v5e-64",)),
+    ("gshard-37b", 128, 1024, "fsdp+expert", "fsdp:4;expert:32", {"remat": "full"}, ("v3-128",)),
 )  # fmt: skip
 
 
@@ -274,7 +280,8 @@ def presets() -> Iterator[Job]:
 
 def reduced() -> Iterator[Job]:
     """Small models of each architecture, simulated."""
-    for name in ("transformer-base", "bert-large", "gpt2", "t5-11b", "llama2-7b", "palm-540b", "gemma3-12b"):
+    dense = ("transformer-base", "bert-large", "gpt2", "t5-11b", "llama2-7b", "palm-540b", "gemma3-12b")
+    for name in (*dense, "mixtral-8x7b", "deepseek-v3", "gpt-oss-20b", "switch-base-8"):
         for layout, mesh in (("2d", "data:2;tensor:2"), ("fsdp", "fsdp:4")):
 
             def job(name: str = name, layout: str = layout, mesh: str = mesh) -> Figures:
@@ -287,6 +294,24 @@ def reduced() -> Iterator[Job]:
                 return figures(program) | value_figures(program, "fast", feeds)
 
             yield f"reduced {name} {layout}", job
+
+
+def images() -> Iterator[Job]:
+    """Training steps of models of images."""
+    for name, layout, mesh, where in (
+        ("resnet-50", "data", "data:8", "v3-8"),
+        ("resnet-50", "data+spatial", "data:4;spatial:2", "v3-8"),
+        ("vit-b-16", "data+channels", "data:4;model:2", "v5e-8"),
+    ):
+
+        def job(name: str = name, layout: str = layout, mesh: str = mesh, where: str = where) -> Figures:
+            config = mtf.models.image_preset(name)
+            with mtf.Graph():
+                outputs, updates = mtf.models.image_step(config, 64, mtf.optimize.MomentumOptimizer(0.1))
+            rules = mtf.models.image_layout(layout, config, mesh)
+            return figures(mtf.lower(outputs, updates, mesh=mesh, layout=rules), (where,))
+
+        yield f"{name} {layout} {mesh}", job
 
 
 # ---------------------------------------------------------------- random small programs
@@ -504,7 +529,7 @@ def dump(path: str, only: str) -> int:
     """Write the figures of all programs whose name has the word `only`."""
     print(f"figures of {Path(mtf.__file__).parent}")
     begun, found, refused = time.perf_counter(), {}, 0
-    for part in (readme, examples, two_layers, presets, reduced, random_programs):
+    for part in (readme, examples, two_layers, presets, images, reduced, random_programs):
         start, names = time.perf_counter(), 0
         for label, job in part():
             if only in label:
