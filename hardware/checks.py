@@ -15,6 +15,7 @@ class HardwareError(ValueError):
     """An invalid argument to a function of the hardware package.
 
     Example:
+      >>> from hardware import HardwareError
       >>> from hardware import Slice
       >>> try:
       ...     Slice("v5e-7")

@@ -27,6 +27,8 @@ def load_chip(path: str | Path) -> Chip:
     Returns: the chip.
     Raises: HardwareError for a file that is missing or no TOML, an unknown or missing key, a wrong value.
     Example:
+      >>> from pathlib import Path
+      >>> from hardware import load_chip
       >>> import tempfile
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     file = Path(folder) / "chip.toml"

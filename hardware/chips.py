@@ -45,6 +45,7 @@ class Chip(Attributes):
 
     Raises: HardwareError on a size that is not a positive integer, or a rate that is not finite.
     Example:
+      >>> from hardware import CHIPS
       >>> v3 = CHIPS["v3"]
       >>> v3.peak_flops("bf16") / v3.cores_per_chip
       61500000000000.0
@@ -238,6 +239,7 @@ class Chip(Attributes):
         """HBM of one device that programs are offered, bytes: without what the runtime keeps.
 
         Example:
+          >>> from hardware import CHIPS
           >>> CHIPS["v5e"].usable_hbm_bytes_per_device / 2**30
           15.75
         """
@@ -248,6 +250,7 @@ class Chip(Attributes):
         """Names of the figures without a public source: assumed, derived by analogy, or recalled and not read again.
 
         Example:
+          >>> from hardware import CHIPS
           >>> CHIPS["v7"].unpublished[:3], CHIPS["v5e"].unpublished[:1]
           (('clock_hz', 'mxu_rows', 'vpu_alus_per_lane'), ('vpu_alus_per_lane',))
         """
@@ -323,6 +326,7 @@ def get_chip(name: str) -> Chip:
 
     Raises: HardwareError with the nearest names for an unknown chip.
     Example:
+      >>> from hardware import get_chip
       >>> get_chip("v5litepod").name
       'v5e'
     """

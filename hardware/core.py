@@ -75,6 +75,7 @@ class Matmul:
       packs: whether batch items may share the array along its diagonal, as in a grouped convolution.
 
     Example:
+      >>> from hardware import Matmul
       >>> Matmul(8, 128, 128).flops
       262144
     """
@@ -113,6 +114,7 @@ class Work:
 
     Raises: HardwareError for a negative or non-finite amount, an unknown dtype, or other matmuls than Matmul.
     Example:
+      >>> from hardware import Matmul, Work
       >>> work = Work((Matmul(1024, 1024, 1024),), hbm_bytes=3 * 2 * 1024**2)  # a product in bfloat16, alone
       >>> sum(product.flops for product in work.matmuls) / work.hbm_bytes  # FLOPs a byte
       341.3333333333333
@@ -139,6 +141,7 @@ class Time:
     """Modelled time of an operation: `seconds`, its bounds, its parts and the one that bounds it.
 
     Example:
+      >>> from hardware import Work, time_of
       >>> from hardware.chips import CHIPS
       >>> time = time_of(CHIPS["v5e"], Work(hbm_bytes=8e8))
       >>> time.bound, f"{time.seconds * 1e3:.2f} ms"
@@ -176,6 +179,7 @@ def time_of(chip: Chip | str, work: Work) -> Time:
 
     Raises: HardwareError for an unknown chip, or a product in a dtype for which the chip has no rate.
     Example:
+      >>> from hardware import Matmul, Work, time_of
       >>> from hardware.chips import CHIPS
       >>> big = time_of(CHIPS["v5e"], Work((Matmul(8192, 8192, 8192),), hbm_bytes=3 * 2 * 8192**2))
       >>> big.bound, f"{big.seconds * 1e3:.2f} ms"

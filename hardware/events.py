@@ -37,6 +37,7 @@ class Links:
 
     Raises: HardwareError for a rate that is not positive and finite, or a negative hop time.
     Example:
+      >>> from hardware import Links
       >>> Links(45e9, 1e-6).seconds(45_000)
       2e-06
     """

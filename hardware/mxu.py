@@ -80,6 +80,7 @@ class MXU(Attributes):
     """A weight-stationary array of `rows` x `columns` processing elements.
 
     Example:
+      >>> from hardware import MXU
       >>> MXU(128, 128).cycles(m=100, k=784, n=10)
       1250
       >>> import numpy as np
@@ -118,6 +119,8 @@ class MXU(Attributes):
         Raises: HardwareError for sizes below 1, an unknown mode, a rate outside (0, 1], or
           noload with more than one tile.
         Example:
+          >>> from hardware import MXU
+          >>> from hardware.mxu import MODES
           >>> [MXU(8, 8).cycles(4, 4, 4, mode) for mode in MODES]
           [18, 26, 26, 26]
         """
@@ -133,6 +136,7 @@ class MXU(Attributes):
         TPU v1's performance counters call this weight stall and weight shift.
 
         Example:
+          >>> from hardware import MXU
           >>> MXU(8, 8).exposed_cycles(m=8, k=32, n=8), MXU(8, 8).exposed_cycles(m=4, k=32, n=8)
           (8, 20)
 
@@ -154,6 +158,7 @@ class MXU(Attributes):
         """`cycles` split by the array's activity.
 
         Example:
+          >>> from hardware import MXU
           >>> MXU(256, 256).counters(m=200, k=2560, n=256, weight_rows_per_cycle=0.19)
           Counters(active=2000, shift=2560, stall=9120, drain=510)
 
@@ -177,6 +182,7 @@ class MXU(Attributes):
         """Share of the array's multiply-adds that are useful, over the whole run.
 
         Example:
+          >>> from hardware import MXU
           >>> round(MXU().utilisation(m=100_000, k=128, n=128), 2)
           1.0
         """

@@ -4,14 +4,12 @@ A collective over one or more mesh axes is staged by the speed of its levels: fi
 torus, then DCN between slices (all_gather the other way round). On the torus it runs along all axes with rotated parts,
 or axis by axis, or on one snake through all nodes, or for an all_to_all, block by block on direct paths; the fastest is
 chosen and named. Axes that differ get unequal parts. On a twisted torus a group may also have rings across its axes
-(`hardware.twisted`).
-
-Over several slices the data is cut in chunks, so that ICI works on one while DCN works on another (`hardware.chunks`).
+(`hardware.twisted`). Over several slices the data is cut in chunks, so that ICI works on one while DCN works on
+another (`hardware.chunks`).
 
 Shares: in one program all groups run the same collective at the same time, so a factor of stride s has
-1/s of its links, and the devices of one chip divide the chip's links and NIC among them.
-
-Assumed: two devices of a chip exchange data through HBM, at half its bandwidth each way.
+1/s of its links, and the devices of one chip divide the chip's links and NIC among them. Assumed: two devices of a chip
+exchange data through HBM, at half its bandwidth each way.
 
 Sources: `hardware.collectives`; Kumar et al., arXiv:2011.03641 (hierarchical summation on multipods).
 """
@@ -47,6 +45,7 @@ class Demand:
 
     Raises: HardwareError for an unknown kind, axes that are not names, or an amount that is negative or not finite.
     Example:
+      >>> from hardware import Demand, Slice, best_placement
       >>> demands = [Demand("all_reduce", ("data",), 2.0**30), Demand("all_gather", ("model",), 2.0**20, count=80)]
       >>> _, seconds = best_placement(Slice("v5e-16"), {"data": 4, "model": 4}, demands)
       >>> f"{seconds * 1e3:.1f} ms"
@@ -77,6 +76,7 @@ class Cost:
         "snake line" or "-".
       chunks: number of chunks that cross ICI and DCN at the same time; 1 within a slice.
     Example:
+      >>> from hardware import Slice, best_placement, collective_cost
       >>> placement, _ = best_placement(Slice("v5e-16"), {"x": 4, "y": 4})
       >>> cost = collective_cost(placement, "all_reduce", ["x"], 2.0**20)
       >>> cost.algorithm, cost.hops, f"{cost.seconds * 1e6:.1f} us"
@@ -109,6 +109,7 @@ def collective_cost(
     Returns: Cost; zero for a group of one.
     Raises: HardwareError for an unknown kind or axis, or a negative size.
     Example:
+      >>> from hardware import Slice, best_placement, collective_cost
       >>> placement, _ = best_placement(Slice("v5e-16"), {"x": 4, "y": 4})
       >>> cost = collective_cost(placement, "all_gather", ["y"], 2048 * 8192 * 2)
       >>> f"{cost.seconds * 1e6:.0f} us"  # a line of 4: no wrap
@@ -182,6 +183,7 @@ def best_placement(
     Returns: (placement, seconds of all demands one after the other); of equals the first found.
     Raises: HardwareError as `placements`, and for demands on unknown axes.
     Example:
+      >>> from hardware import Slice, best_placement
       >>> placement, _ = best_placement(Slice("v5e-8x16"), {"data": 8, "model": 16})
       >>> print(placement)
       mesh data:8;model:16 on v5e-8x16: 128 chips (8x16, axis 1 wraps), 128 cores, 128 devices, 16 hosts

@@ -48,6 +48,7 @@ class Placement:
 
     Raises: HardwareError unless there is a slice, or its name, and the factors of every place tile it exactly.
     Example:
+      >>> from hardware import Slice, placements
       >>> placement = next(placements(Slice("v3-32"), {"data": 8, "model": 4}))
       >>> placement.device({"data": 0, "model": 0})
       (0, (0, 0), 0)
@@ -220,6 +221,7 @@ def placements(slice_: Slice | str, mesh: Mapping[str, int]) -> Iterator[Placeme
       mesh: axis name -> size.
     Raises: HardwareError if the product of the sizes is not the number of devices.
     Example:
+      >>> from hardware import Slice, placements
       >>> len(list(placements(Slice("v5e-16"), {"data": 4, "model": 4})))
       6
 

@@ -101,6 +101,7 @@ def together_seconds(costs: Sequence[Cost]) -> float:
     """Lower bound for several collectives at once: links are shared, so each place is busy for the sum of their times.
 
     Example:
+      >>> from hardware import together_seconds
       >>> from hardware import Slice, best_placement, collective_cost
       >>> placement, _ = best_placement(Slice("v5e-256"), {"x": 16, "y": 16})
       >>> x, y = (collective_cost(placement, "all_gather", [axis], 1e9) for axis in "xy")

@@ -40,6 +40,7 @@ class Slice(Attributes):
     Two slices are equal if they are the same chips in the same shape, whatever their names.
     Raises: HardwareError with the nearest legal names for a name that is not a slice, or another chip's.
     Example:
+      >>> from hardware import Slice
       >>> print(Slice("v3-32"))
       v3-32: 16 chips (4x4, no wrap), 32 cores, 32 devices, 4 hosts
       >>> Slice("v5e-8x16").wrap, Slice("2*v5p-1024").chips
@@ -101,6 +102,7 @@ class Slice(Attributes):
         """Nodes of the remaining ring in order, as `single.torus` numbers them; None unless failures leave one ring.
 
         Example:
+          >>> from hardware import Slice
           >>> Slice("v3-32 without 0x0").ring
           (2, 6, 10, 9, 8, 12, 13, 14, 15, 11, 7, 3)
         """
@@ -124,6 +126,7 @@ class Slice(Attributes):
           slices: how many of the slices failed.
         Raises: HardwareError for parts that it does not have, or where the rest forms no ring.
         Example:
+          >>> from hardware import Slice
           >>> print(Slice("v5e-256").without(chips=(3, 5)))
           v5e-256 without 3x5: 252 chips (a ring around 4 failed ones), 252 cores, 252 devices, 32 hosts
           >>> print(Slice("v5e-256").without(links=[((0, 0), (0, 1))]).wrap, Slice("4*v5e-256").without(slices=1).name)
@@ -142,6 +145,7 @@ class Slice(Attributes):
         """True if these chips can also be wired as a twisted torus of this shape.
 
         Example:
+          >>> from hardware import Slice
           >>> Slice("v4-4x4x8").twistable, Slice("v4-4x4x4").twistable, Slice("v7-4x4x8").twistable
           (True, False, False)
         """
@@ -155,6 +159,7 @@ class Slice(Attributes):
         """The network of one slice, its nodes the chips.
 
         Example:
+          >>> from hardware import Slice
           >>> Slice("v4-4x4x8_twisted").torus.diameter, Slice("v4-4x4x8").torus.diameter
           (6, 8)
         """
@@ -284,6 +289,7 @@ def legal_slices(kind: str | Chip) -> tuple[str, ...]:
 
     Raises: HardwareError for an unknown chip.
     Example:
+      >>> from hardware import legal_slices
       >>> legal_slices("v3")
       ('v3-8', 'v3-16', 'v3-32', 'v3-64', 'v3-128', 'v3-256', 'v3-512', 'v3-1024', 'v3-2048')
     """

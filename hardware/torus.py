@@ -32,6 +32,7 @@ class Torus(Attributes):
       wrap: one bool for all axes, or one per axis (default: all wrap).
     Raises: HardwareError for an empty shape, sizes below 1, or another number of wraps than axes.
     Example:
+      >>> from hardware import Torus
       >>> torus = Torus((8, 4), wrap=(True, False))
       >>> torus.nodes, torus.coordinates(6), torus.node((7, 0)), torus.neighbour(0, axis=0, step=-1)
       (32, (1, 2), 28, 28)
@@ -165,6 +166,7 @@ class Torus(Attributes):
         direction.
 
         Example:
+          >>> from hardware import Torus
           >>> torus = Torus((4, 4))
           >>> [[torus.ends(link)[1] for link in route] for route in torus.routes(0, 9)]
           [[4, 8, 9], [12, 8, 9]]
@@ -180,6 +182,7 @@ class Torus(Attributes):
         Args:
           backward_ties: take the last of `routes`: the - direction where both ways round are equally long.
         Example:
+          >>> from hardware import Torus
           >>> torus = Torus((4, 4))
           >>> [torus.ends(link) for link in torus.route(0, 15)]
           [(0, 12), (12, 15)]

@@ -24,6 +24,7 @@ class Report:
     """Result of `check`: with faults the layout is invalid, notes are warnings.
 
     Example:
+      >>> from layouts import check
       >>> report = check("batch:data", "data:4", [("x", "batch:6", "activations")])
       >>> report.ok, len(report.faults), len(report.notes)
       (False, 1, 0)
@@ -69,6 +70,7 @@ def check(
       splitting: axes that split something without a rule.
       derived: dims whose sizes nobody chose, so that rules need not fit any tensor that has them.
 
+    >>> from layouts import check
     >>> print(check("vocab:cols", "rows:2;cols:4", [("logits", "batch:6;vocab:10", "activations")]))
     fault: dim 'vocab' does not divide over axis 'cols': 10 % 4 = 2. Pad vocab to 12 (+20.00 %), or remove vocab:cols. In: logits.
     note: axis 'rows' splits nothing: every tensor is held 2 times over

@@ -20,6 +20,7 @@ from layouts.parsing import checked_name, checked_size, is_iterable, named_sizes
 class Dimension(Frozen):
     """A name and a size.
 
+    >>> from layouts import Dimension
     >>> Dimension("batch", 512)
     Dimension('batch', 512)
     >>> print(Dimension("batch", 512))
@@ -39,6 +40,7 @@ class Dimension(Frozen):
     def renamed(self, name: str) -> Dimension:
         """This dimension under another name.
 
+        >>> from layouts import Dimension
         >>> print(Dimension("length", 8).renamed("memory_length"))
         memory_length:8
         """
@@ -95,6 +97,7 @@ class Shape(Frozen):
     Args:
       dims: dimensions, (name, size) pairs, another shape, or text like "batch:512;hidden:1024".
 
+    >>> from layouts import Dimension, Shape
     >>> shape = Shape("batch:512;hidden:1024")
     >>> print(shape, shape.size)
     [batch:512, hidden:1024] 524288
@@ -139,6 +142,7 @@ class Shape(Frozen):
     def index(self, dim: str | Dimension) -> int:
         """Position of a dimension, given by name, or by name and size.
 
+        >>> from layouts import Shape
         >>> Shape("batch:512;hidden:1024").index("hiden")
         Traceback (most recent call last):
         layouts.errors.LayoutError: no dimension 'hiden' in [batch:512, hidden:1024]; did you mean 'hidden'?
@@ -158,6 +162,7 @@ class Shape(Frozen):
     def rename(self, old: str | Dimension, new: str) -> Shape:
         """This shape with one dimension renamed.
 
+        >>> from layouts import Shape
         >>> print(Shape("length:8;d:4").rename("length", "memory_length"))
         [memory_length:8, d:4]
         """
@@ -167,6 +172,7 @@ class Shape(Frozen):
     def resize(self, name: str | Dimension, size: int) -> Shape:
         """This shape with one dimension resized.
 
+        >>> from layouts import Shape
         >>> print(Shape("length:8;d:4").resize("length", 2))
         [length:2, d:4]
         """

@@ -13,6 +13,7 @@ def draw(sharding: Sharding) -> str:
     Rows are blocks of the first dimension, columns of the second. If more dimensions are split, a cell
     lists the devices of all their blocks.
 
+    >>> from layouts import Sharding, draw
     >>> print(draw(Sharding("batch:8;hidden:6", "rows:2;cols:2", [("rows",), ("cols",)])))
     [batch:8@rows, hidden:6@cols]  on  rows:2;cols:2
               | hidden 0:3 | hidden 3:6

@@ -15,6 +15,7 @@ class MeshlibError(Exception):
       message: one complete line: call and source line, names, numbers, the rule and a remedy.
       details: exception notes, printed below that line by a traceback, such as operands with their types.
     Example:
+      >>> from layouts import MeshlibError
       >>> fault = MeshlibError("conv2d: filters have 5 of the channels 'c', but need 4", "image: f32[batch:8, c:4]")
       >>> str(fault), fault.__notes__
       ("conv2d: filters have 5 of the channels 'c', but need 4", ['  image: f32[batch:8, c:4]'])
@@ -32,6 +33,7 @@ class MeshlibError(Exception):
         """An error from a list of faults: a single one is put in the head line, several are counted and listed below
         it.
 
+        >>> from layouts import MeshlibError
         >>> print(MeshlibError.listing("Routing", ["top_k must be at least 1, got 0"]))
         Routing: top_k must be at least 1, got 0
         >>> print(MeshlibError.listing("Routing", ["top_k must be at least 1", "jitter must be in [0, 1)"]))
@@ -50,6 +52,7 @@ class LayoutError(MeshlibError, ValueError):
     """An invalid dimension, mesh, layout or sharding; the message has sizes and a remedy.
 
     Example:
+      >>> from layouts import LayoutError
       >>> from layouts import LayoutRules
       >>> try:
       ...     LayoutRules("batch:data").sharding("batch:6", "data:4")
@@ -62,6 +65,7 @@ class LayoutError(MeshlibError, ValueError):
 def nearest(name: object, candidates: Iterable[str]) -> str:
     """The end of an error message with the most similar known name, or "".
 
+    >>> from layouts import nearest
     >>> nearest("bacth", ["batch", "hidden"])
     "; did you mean 'batch'?"
     >>> nearest("d_ff", ["d_model", "expert_d_ff"])

@@ -29,6 +29,7 @@ class Mesh(Interned):
     Args:
       axes: text like "rows:2;cols:4", a dict, (name, size) pairs, or another mesh.
 
+    >>> from layouts import Mesh
     >>> mesh = Mesh("rows:2;cols:4")
     >>> mesh.size, mesh.axis_size("cols"), mesh.coordinate(6)
     (8, 4, (1, 2))
@@ -62,6 +63,7 @@ class Mesh(Interned):
     def axis_size(self, axis: str) -> int:
         """Number of devices along an axis.
 
+        >>> from layouts import Mesh
         >>> Mesh("rows:2;cols:4").axis_size("column")
         Traceback (most recent call last):
         layouts.errors.LayoutError: no axis 'column' in mesh rows:2;cols:4; did you mean 'cols'?
@@ -89,6 +91,7 @@ class Mesh(Interned):
     def device(self, coordinate: Coordinate) -> int:
         """Number of the device at a coordinate, given in axis order or as {axis: index}.
 
+        >>> from layouts import Mesh
         >>> Mesh("rows:2;cols:4").device({"cols": 2, "rows": 1})
         6
         """
@@ -125,6 +128,7 @@ class Mesh(Interned):
         Members are ordered by their coordinates on `axes`, first axis major; groups by the remaining
         coordinates.
 
+        >>> from layouts import Mesh
         >>> Mesh("rows:2;cols:2").groups(["cols", "rows"])
         [[0, 2, 1, 3]]
         """

@@ -89,6 +89,7 @@ def permute_pairs(before: Sharding, after: Sharding) -> tuple[tuple[int, int], .
     Blocks are only sent along axes that split a dim before or after, not along pending ones. A device that already
     has its block keeps it.
 
+    >>> from layouts import Sharding, permute_pairs
     >>> mesh = "a:2;b:2"
     >>> permute_pairs(Sharding("n:8", mesh, [("a",)]), Sharding("n:8", mesh, [("b",)]))
     ((0, 0), (1, 2), (2, 1), (3, 3))

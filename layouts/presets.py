@@ -16,6 +16,7 @@ from layouts.rules import LayoutRules, Rule
 def data_parallel(batch: str = "batch", axis: str = "data") -> LayoutRules:
     """Data parallelism: each device has its part of the batch and all variables.
 
+    >>> from layouts import data_parallel
     >>> print(data_parallel())
     batch:data
     """
@@ -27,6 +28,7 @@ def model_parallel(dims: Iterable[str] = ("hidden",), axis: str = "model") -> La
 
     Use dimensions of which no two occur in one tensor, such as heads, hidden and vocab.
 
+    >>> from layouts import model_parallel
     >>> print(model_parallel(["heads", "hidden"]))
     heads:model;hidden:model
     """
@@ -38,6 +40,7 @@ def two_dimensional(
 ) -> LayoutRules:
     """Data parallelism over one axis, model parallelism over the other.
 
+    >>> from layouts import two_dimensional
     >>> print(two_dimensional())
     batch:data;hidden:model
     """
@@ -47,6 +50,7 @@ def two_dimensional(
 def fully_sharded(batch: str = "batch", dims: Iterable[str] = ("d_model",), axis: str = "data") -> LayoutRules:
     """Fully sharded data parallelism: activations are split by batch, variables by the first of `dims` they have.
 
+    >>> from layouts import fully_sharded
     >>> print(fully_sharded(dims=["d_model", "d_ff"]))
     batch:data;d_model:data?;d_ff:data?
     """
@@ -56,6 +60,7 @@ def fully_sharded(batch: str = "batch", dims: Iterable[str] = ("d_model",), axis
 def zero1(batch: str = "batch", dims: Iterable[str] = ("d_model",), axis: str = "data") -> LayoutRules:
     """Data parallelism in which each device stores and updates only its part of the optimizer's slots (ZeRO-1).
 
+    >>> from layouts import zero1
     >>> print(zero1())
     batch:data;slots/d_model:data?
     >>> zero1().sharding("d_model:8", "data:2", scope="slots").of("d_model")
@@ -70,6 +75,7 @@ def sequence_parallel(dims: Iterable[str] = ("hidden",), length: str = "length",
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 
+    >>> from layouts import sequence_parallel
     >>> print(sequence_parallel(["heads", "d_ff"]))
     heads:model;d_ff:model;length:model?
     """
@@ -80,6 +86,7 @@ def context_parallel(length: str = "length", axis: str = "context") -> LayoutRul
     """Context parallelism: each device has its part of every sequence; keys and values have another name and are
     gathered.
 
+    >>> from layouts import context_parallel
     >>> print(context_parallel())
     length:context
     """
@@ -89,6 +96,7 @@ def context_parallel(length: str = "length", axis: str = "context") -> LayoutRul
 def joined(*layouts: LayoutRules) -> LayoutRules:
     """Several layouts combined: a dim that several of them split takes the axes of all, in order.
 
+    >>> from layouts import data_parallel, fully_sharded, joined, model_parallel, zero1
     >>> print(joined(data_parallel(), fully_sharded(axis="fsdp"), model_parallel(["d_ff"])))
     batch:data+fsdp;d_model:fsdp?;d_ff:model
     >>> print(joined(zero1(dims=["d_model", "d_ff"]), model_parallel(["d_ff"])))  # slots keep what variables have
@@ -129,6 +137,7 @@ PRESETS: MappingProxyType[str, Callable[..., LayoutRules]] = MappingProxyType({f
 def preset(name: str, **kwargs: object) -> LayoutRules:
     """The layout with that name, with the arguments of its function.
 
+    >>> from layouts import preset
     >>> print(preset("data_parallel", axis="rows"))
     batch:rows
     >>> preset("data_paralel")

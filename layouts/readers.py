@@ -39,6 +39,7 @@ def from_flax(rules: Iterable[tuple[str, Entry]], dims: Iterable[str] | None = N
       dims: names in the program; rules for others are dropped. By default all rules are kept.
     Raises: LayoutError for an invalid rule, with its number.
 
+    >>> from layouts import from_flax
     >>> rules = from_flax([("batch", "x"), ("features", "x"), ("heads", ("x", "y")), ("heads", "y"), ("batch", "z")])
     >>> print(rules)
     batch:x?;features:x?;heads:(x+y)?;heads:y?;batch:z?
@@ -77,6 +78,7 @@ def to_flax(rules: RulesLike, scope: str | None = None) -> list[tuple[str, str |
 
     An optional rule with several axes, which takes those that are free, becomes one rule per subset of them.
 
+    >>> from layouts import to_flax
     >>> to_flax("d:data+fsdp?;batch:data")
     [('batch', 'data'), ('d', ('data', 'fsdp')), ('d', 'data'), ('d', 'fsdp')]
     """
@@ -107,6 +109,7 @@ def from_haliax(mapping: Mapping[str, Entry], params: Mapping[str, Entry] | None
       params: the mapping of parameters, if different (fully sharded training). It replaces `mapping` entirely for
         variables and optimizer slots.
 
+    >>> from layouts import from_haliax
     >>> print(from_haliax({"batch": "data", "mlp": "model"}))
     batch:data;mlp:model
     >>> print(from_haliax({"batch": "data", "mlp": "model"}, params={"embed": "data", "mlp": "model"}))
@@ -134,6 +137,7 @@ def from_partition_specs(
         separately and join the rules: `LayoutRules([*a.rules, *b.rules])`.
     Raises: LayoutError with all faults at once, naming both tensors that disagree on a dim.
 
+    >>> from layouts import from_partition_specs
     >>> shapes = {"w1": ("pixels", "hidden"), "w2": ("hidden", "classes")}
     >>> print(from_partition_specs({"w1": (None, "cols"), "w2": ("cols",)}, shapes))
     pixels:;hidden:cols;classes:
@@ -170,6 +174,7 @@ def to_partition_spec(sharding: Sharding) -> tuple[str | Axes | None, ...]:
 
     Raises: LayoutError for a pending reduction, which a PartitionSpec cannot express.
 
+    >>> from layouts import Sharding, to_partition_spec
     >>> to_partition_spec(Sharding("batch:8;length:4;d:6", "x:2;y:2;z:3", [("y", "x"), (), ("z",)]))
     (('y', 'x'), None, 'z')
     """

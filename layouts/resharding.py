@@ -28,6 +28,7 @@ def reshard(source: Sharding, target: Sharding, itemsize: float) -> Plan:
     Returns: the plan; empty if there is nothing to do. Only axes that occur in `source` or `target` are used.
     Raises: LayoutError if shape or mesh differ, or a maximum or minimum would have to become pending.
 
+    >>> from layouts import Sharding, reshard
     >>> here = Sharding("batch:512;d:1024", "rows:2;cols:4", [("rows",), ()], {"cols": "sum"})
     >>> print(reshard(here, here.drop_pending(), 4))
     all_reduce over cols: 1572864 bytes sent

@@ -36,6 +36,7 @@ class Rule:
 
     `whole`: an optional rule with several axes takes all or none.
 
+    >>> from layouts import Rule
     >>> print(Rule("d_model", ("data",), optional=True, scope="variables"))
     variables/d_model:data?
     """
@@ -77,6 +78,7 @@ class LayoutRules(Interned):
       rules: text like "batch:rows;hidden:cols", a dict {"batch": "rows", "hidden": ("x", "y")}, pairs,
         `Rule`s, other rules, or nothing.
 
+    >>> from layouts import LayoutRules
     >>> rules = LayoutRules("batch:data; d_model:data?; activations/d_model:")
     >>> print(rules)
     batch:data;d_model:data?;activations/d_model:
@@ -116,6 +118,7 @@ class LayoutRules(Interned):
     def for_dim(self, dim: str | Dimension, scope: str = "activations") -> tuple[Rule, ...]:
         """The rules that apply to a dimension in a scope.
 
+        >>> from layouts import LayoutRules
         >>> rules = LayoutRules("d:x;variables/d:y")
         >>> [str(rule) for scope in ("slots", "activations") for rule in rules.for_dim("d", scope)]
         ['variables/d:y', 'd:x']
@@ -129,6 +132,7 @@ class LayoutRules(Interned):
     def required_axes(self, dim: str | Dimension, scope: str = "activations") -> Axes:
         """The axes that a required rule gives to a dimension in a scope.
 
+        >>> from layouts import LayoutRules
         >>> LayoutRules("d:x+y;d:z?").required_axes("d")
         ('x', 'y')
         """
@@ -143,6 +147,7 @@ class LayoutRules(Interned):
           scope: "variables", "slots" or "activations".
         Raises: LayoutError with all faults of this tensor at once.
 
+        >>> from layouts import LayoutRules
         >>> LayoutRules("d:model").sharding("d:6", "model:4")
         Traceback (most recent call last):
         layouts.errors.LayoutError: activation [d:6] cannot be laid out: dim 'd' does not divide over axis 'model': 6 % 4 = 2. Pad d to 8 (+33.33 %), or remove d:model.
@@ -155,6 +160,7 @@ class LayoutRules(Interned):
     def fitting(self, shape: Shape, mesh: Mesh, scope: str = "activations") -> Sharding:
         """The sharding of a tensor without the axes that do not fit: those already taken, and those that do not divide.
 
+        >>> from layouts import LayoutRules, Mesh, Shape
         >>> print(LayoutRules("d:model+data").fitting(Shape("d:6"), Mesh("model:4;data:2")))
         [d:6@data]
         """

@@ -37,6 +37,7 @@ class Sharding(Interned):
       axes: per dimension the axes that split it, major first.
       pending: (axis, kind) pairs, kind one of "sum", "max", "min".
 
+    >>> from layouts import Sharding
     >>> s = Sharding("batch:512;hidden:1024", "rows:2;cols:4", [("rows",), ()], [("cols", "sum")])
     >>> print(s, s.local_shape)
     [batch:512@rows, hidden:1024] {sum over cols} [batch:256, hidden:1024]
@@ -88,6 +89,7 @@ class Sharding(Interned):
     def replicated(cls, shape: ShapeLike, mesh: MeshLike) -> Sharding:
         """The sharding with the whole tensor on every device.
 
+        >>> from layouts import Sharding
         >>> print(Sharding.replicated("batch:512", "rows:2"))
         [batch:512]
         """
@@ -119,6 +121,7 @@ class Sharding(Interned):
     def block_index(self, coordinate: Coordinate) -> tuple[int, ...]:
         """The index, per dimension, of the block on the device at `coordinate`.
 
+        >>> from layouts import Sharding
         >>> Sharding("n:8", "a:2;b:4", [("b", "a")]).block_index((1, 2))
         (5,)
         """
@@ -145,6 +148,7 @@ class Sharding(Interned):
     def holders(self, block_index: Sequence[int]) -> tuple[int, ...]:
         """The devices that have a block, in order.
 
+        >>> from layouts import Sharding
         >>> Sharding("n:8", "a:2;b:4", [("a",)]).holders((1,))
         (4, 5, 6, 7)
         """
@@ -167,6 +171,7 @@ class Sharding(Interned):
     def drop_pending(self, axes: Iterable[str] | None = None) -> Sharding:
         """A copy with the reductions over `axes` (by default all) completed.
 
+        >>> from layouts import Sharding
         >>> print(Sharding("n:8", "a:2;b:4", [()], {"a": "sum", "b": "sum"}).drop_pending(["a"]))
         [n:8] {sum over b}
         """

@@ -111,7 +111,8 @@ class Compiler(Brief):
     def cuts_in_pieces(self, size_bytes: float) -> bool:
         """True if a collective of `size_bytes` next to a product runs as a windowed einsum.
 
-        >>> XLA_TPU.cuts_in_pieces(2**20), IDEAL.cuts_in_pieces(2**20), NO_OVERLAP.cuts_in_pieces(2**40)
+        >>> import meshlib as mtf
+        >>> mtf.XLA_TPU.cuts_in_pieces(2**20), mtf.IDEAL.cuts_in_pieces(2**20), mtf.NO_OVERLAP.cuts_in_pieces(2**40)
         (False, True, False)
         """
         return self.overlap == "collective matmul" and size_bytes >= self.windowed_einsum_bytes
@@ -119,9 +120,10 @@ class Compiler(Brief):
     def offloads(self, kind: str, chip: Chip) -> bool:
         """True if collectives of this kind run on the chip's SparseCores instead of its TensorCores.
 
+        >>> import meshlib as mtf
         >>> from dataclasses import replace
         >>> from hardware import CHIPS
-        >>> offloading = replace(XLA_TPU, sparse_core_collectives=("all_gather",))
+        >>> offloading = replace(mtf.XLA_TPU, sparse_core_collectives=("all_gather",))
         >>> [offloading.offloads("all_gather", CHIPS[name]) for name in ("v5e", "v5p", "v6e", "v7")]
         [False, True, True, True]
         """

@@ -259,7 +259,8 @@ class Operation:
 class Graph(Shown):
     """The list of operations of one program; also the context in which sources (`variable`, `input`, ...) are created.
 
-    >>> with Graph() as graph:
+    >>> import meshlib as mtf
+    >>> with mtf.Graph() as graph:
     ...     pass
     >>> len(graph.operations)
     0

@@ -50,7 +50,9 @@ class Batches(Iterator[Batch]):
     `batches.seek(*divmod(int(sim.state["step"]), batches.per_epoch))`.
 
     Example:
-      >>> batches = Batches({"x": np.arange(5)}, 2, remainder="pad", epochs=1)
+      >>> import meshlib as mtf
+      >>> import numpy as np
+      >>> batches = mtf.Batches({"x": np.arange(5)}, 2, remainder="pad", epochs=1)
       >>> [(batch["x"].tolist(), batch["mask"].tolist()) for batch in batches]
       [([0, 1], [1.0, 1.0]), ([2, 3], [1.0, 1.0]), ([4, 0], [1.0, 0.0])]
       >>> batches.seek(0, 2)

@@ -298,6 +298,7 @@ def arrays(arrays: Mapping[str, Array]) -> Data:
 
     Raises: FeedError with all faults of the arrays.
     Example:
+      >>> import numpy as np
       >>> import meshlib as mtf
       >>> data = mtf.data.arrays({"x": np.arange(5)}).batch(2, remainder="pad")
       >>> [(batch["x"].tolist(), batch["mask"].tolist()) for batch in data]

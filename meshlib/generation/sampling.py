@@ -82,6 +82,7 @@ class Sampling:
 def repeated(tokens: Sequence[int], count: int) -> list[int]:
     """Prompt-lookup drafts: the tokens after the previous occurrence of the last three tokens, or two or one.
 
+    >>> from meshlib.generation.sampling import repeated
     >>> repeated([5, 1, 2, 3, 9, 1, 2], count=2)
     [3, 9]
     >>> repeated([1, 2, 3], count=2)

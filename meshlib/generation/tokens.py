@@ -28,7 +28,8 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """A tokenizer with one token per byte of UTF-8.
 
-    >>> ByteTokenizer().decode(ByteTokenizer().encode("café"))
+    >>> import meshlib as mtf
+    >>> mtf.generation.ByteTokenizer().decode(mtf.generation.ByteTokenizer().encode("café"))
     'café'
     """
 

@@ -89,12 +89,13 @@ class Explained:
     collectives  in the order of the schedule
 
     Example:
+      >>> import meshlib as mtf
       >>> text = '''HloModule jit_step, num_partitions=4
       ... ENTRY %main (p: f32[8]) -> f32[8] {
       ...   %p = f32[8]{0} parameter(0)
       ...   ROOT %s = f32[8]{0} all-reduce(%p), replica_groups=[1,4]<=[4], to_apply=%add
       ... }'''
-      >>> explained = explain(text, "v5e-4", mesh="data:4")
+      >>> explained = mtf.jax.explain(text, "v5e-4", mesh="data:4")
       >>> explained.sent_bytes, [(c.kind, c.axes) for c in explained.collectives]
       (48.0, [('all_reduce', ('data',))])
     """
@@ -194,12 +195,13 @@ def explain(compiled: Any, slice: Any, mesh: Any = None) -> Explained:
     Raises: ProgramError if `compiled` is not compiled HLO or the mesh has another size; SliceError for an unknown
       slice, or one of another size; GraphError for other bad arguments.
     Example:
+      >>> import meshlib as mtf
       >>> text = '''HloModule jit_step, num_partitions=4
       ... ENTRY %main (p: bf16[64,128]) -> bf16[256,128] {
       ...   %p = bf16[64,128]{1,0} parameter(0), metadata={op_name="params['w']"}
       ...   ROOT %g = bf16[256,128]{1,0} all-gather(%p), replica_groups=[1,4]<=[4], dimensions={0}
       ... }'''
-      >>> explained = explain(text, "v5e-4", mesh="data:4")
+      >>> explained = mtf.jax.explain(text, "v5e-4", mesh="data:4")
       >>> [(c.kind, c.axes, c.sent_bytes, c.count) for c in explained.collectives]
       [('all_gather', ('data',), 49152.0, 1)]
       >>> explained.collectives[0].reason

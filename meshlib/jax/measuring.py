@@ -49,6 +49,8 @@ def measure_chip(devices: Sequence[Any] | None = None, name: str = "measured") -
     Example:
       >>> import meshlib as mtf
       >>> from hardware import Slice
+      >>> with mtf.Graph():
+      ...     program = mtf.lower({"y": mtf.exp(mtf.input("x", "batch:8"))}, mesh="data:8", layout="batch:data")
       >>> chip = mtf.measure_chip()  # doctest: +SKIP
       >>> mtf.estimate(program, Slice(f"measured-{program.mesh.size}", chip)).step_seconds  # doctest: +SKIP
 

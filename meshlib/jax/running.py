@@ -69,6 +69,7 @@ def on_jax(
     Raises: ProgramError for too few devices, an executable of another program or device, float64 without JAX's own
       switch for it, or an operation without a row (see `meshlib.jax.row`); MissingError without JAX.
     Example:
+      >>> import numpy as np
       >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("batch", 4)])
@@ -227,6 +228,7 @@ class OnJax(Simulation):
         Returns: a `Measured`: print it, or `est.profile(measured)` for a comparison with the estimate.
         Raises: GraphError for bad arguments, FeedError as a step, ProgramError where JAX's profiler does not run.
         Example:
+          >>> import numpy as np
           >>> import meshlib as mtf
           >>> with mtf.Graph():
           ...     x = mtf.input("x", [mtf.Dimension("batch", 4), mtf.Dimension("d", 4)])

@@ -324,9 +324,10 @@ def preset(name: str) -> TransformerConfig:
 
     Raises: GraphError for an unknown name, with the nearest one.
     Example:
-      >>> preset("palm-540b").parameters
+      >>> import meshlib as mtf
+      >>> mtf.models.preset("palm-540b").parameters
       540356474880
-      >>> preset("lama2-70b")
+      >>> mtf.models.preset("lama2-70b")
       Traceback (most recent call last):
       meshlib.core.errors.GraphError: preset (...): no model 'lama2-70b'; did you mean 'llama2-70b'?
     """

@@ -31,7 +31,8 @@ ONES = 0xFFFFFFFF
 def crc32c(data: Bytes) -> int:
     """The CRC-32C of some bytes.
 
-    >>> hex(crc32c(b"123456789")), hex(crc32c(bytes(32)))
+    >>> import meshlib as mtf
+    >>> hex(mtf.records.crc32c(b"123456789")), hex(mtf.records.crc32c(bytes(32)))
     ('0xe3069283', '0x8a9136aa')
     """
     return int(crc32c_each([data])[0])

@@ -38,7 +38,8 @@ def decode(data: bytes) -> dict[str, Value]:
     A feature without any list is an empty list of bytes.
     Raises: DataError, with the byte position, for an invalid example.
     Example:
-      >>> decode(encode({"label": 7, "name": "seven"}))
+      >>> import meshlib as mtf
+      >>> mtf.records.decode(mtf.records.encode({"label": 7, "name": "seven"}))
       {'label': array([7]), 'name': [b'seven']}
     """
     values: dict[str, Value] = {}

@@ -25,7 +25,9 @@ class ImageInput:
       classes: their names, in the order of the logits; by default their numbers.
     Raises: GraphError for other values.
     Example:
-      >>> ImageInput((0.5,), (0.25,)).normalised(np.full((1, 1, 1), 255, np.uint8)).tolist()
+      >>> import meshlib as mtf
+      >>> import numpy as np
+      >>> mtf.ImageInput((0.5,), (0.25,)).normalised(np.full((1, 1, 1), 255, np.uint8)).tolist()
       [[[2.0]]]
     """
 

@@ -47,6 +47,7 @@ def simulate(
       check_nan: raise NotFiniteError, naming the operation and core, when a fetched value or a variable becomes NaN.
     Raises: SliceError for an unknown slice or one of another size than the mesh.
     Example:
+      >>> import numpy as np
       >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("batch", 4)])
@@ -165,6 +166,7 @@ class Simulation(Shown):
           step, computed again from the arrays that were fed; these must still hold what they held.
         Raises: FeedError for an unknown name, or where no step has been run; LayoutError for a core outside the mesh.
         Example:
+          >>> import numpy as np
           >>> import meshlib as mtf
           >>> with mtf.Graph():
           ...     x = mtf.input("x", [mtf.Dimension("batch", 4)])
@@ -192,6 +194,7 @@ class Simulation(Shown):
         Returns: `hardware.ring_steps.RingRun`: print it, show it in a notebook, `.plot(step)`, `.save("ring.gif")`.
         Raises: as `shard`; FeedError for a tensor that no collective brings.
         Example:
+          >>> import numpy as np
           >>> import meshlib as mtf
           >>> with mtf.Graph():
           ...     x = mtf.input("x", [mtf.Dimension("batch", 4), mtf.Dimension("d", 2)])

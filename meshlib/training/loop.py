@@ -158,6 +158,7 @@ def train(
     Raises: GraphError and FeedError for invalid arguments, CheckpointError for a folder of another run, and exceptions
       of steps and data. Ctrl-C and SIGTERM end the run after a step and a checkpoint, and then have their usual effect.
     Example:
+      >>> import numpy as np
       >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x, w = mtf.input("x", [mtf.Dimension("batch", 4)]), mtf.variable("w", [], 1.0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import doctest
 import inspect
 import re
 from collections.abc import Callable
@@ -39,6 +41,36 @@ def test_functions_have_a_docstring_with_an_example(module: ModuleType) -> None:
 def test_classes_have_a_docstring_with_an_example(module: ModuleType) -> None:
     docs = {name: c.__doc__ or "" for name, c in public(module).items() if inspect.isclass(c)}
     assert {name for name, doc in docs.items() if ">>>" not in doc} == set()
+
+
+def unbound_names(doc: str) -> set[str]:
+    """The names that the example of a docstring uses and does not bind, so that a reader can't paste it."""
+    examples = doctest.DocTestParser().get_examples(doc)
+    nodes = [*ast.walk(ast.parse("\n".join(example.source for example in examples)))]
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    bound = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    bound |= {node.name or "" for node in nodes if isinstance(node, ast.ExceptHandler | ast.FunctionDef | ast.ClassDef)}
+    bound |= {name.asname or name.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)
+              for name in node.names}  # fmt: skip
+    return {node.id for node in names} - bound - {*dir(builtins)}
+
+
+@pytest.mark.parametrize("module", ROOMS, ids=lambda module: module.__name__)
+def test_examples_can_be_pasted(module: ModuleType) -> None:
+    docs = {}
+    for name, value in public(module).items():
+        docs[name] = inspect.getdoc(value) or ""
+        if inspect.isclass(value):
+            members = {n: m for n, m in vars(value).items() if not n.startswith("_")}
+            docs |= {
+                f"{name}.{n}": doc for n, m in members.items() if isinstance(doc := getattr(m, "__doc__", None), str)
+            }
+    assert {name: names for name, doc in docs.items() if (names := unbound_names(doc))} == {}
+
+
+def test_a_name_that_an_example_does_not_bind_is_noticed() -> None:
+    assert unbound_names(">>> import numpy as np\n>>> [x for x in np.array(sizes)]") == {"sizes"}
 
 
 def missing_names(source: str) -> list[str]:

@@ -46,7 +46,8 @@ class BytePairs:
       added: ids of tokens that match their text anywhere, whatever the context.
       normal_form: Unicode normal form of texts; None: unchanged.
     Example:
-      >>> found = BytePairs.learn(["the cat, the hat", "the bat"], size=264)
+      >>> import meshlib as mtf
+      >>> found = mtf.BytePairs.learn(["the cat, the hat", "the bat"], size=264)
       >>> found.encode("the rat"), found.decode(found.encode("the rat ☃"))
       ([260, 34, 116, 258], 'the rat ☃')
     """

@@ -34,7 +34,8 @@ class HostInput:
     4,500 to 13,000 images/s each (mlcommons/training_results v0.5 to v1.0, images/s over hosts), those of Cloud TPUs in
     2018 more than 3,000 (tensorflow/tensorflow 62855222, "3rd gen input pipeline config").
     Example:
-      >>> HostInput(decode_seconds=0.016, workers=48).rate
+      >>> import meshlib as mtf
+      >>> mtf.HostInput(decode_seconds=0.016, workers=48).rate
       3000.0
     """
 

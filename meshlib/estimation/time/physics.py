@@ -46,7 +46,8 @@ class Physics:
 
     Raises: GraphError for a value outside its range.
     Example:
-      >>> Physics().without_losses().product_rate, len(Physics.fitted()) <= 8
+      >>> import meshlib as mtf
+      >>> mtf.Physics().without_losses().product_rate, len(mtf.Physics.fitted()) <= 8
       (1.0, True)
     """
 
@@ -130,7 +131,8 @@ class Physics:
     def jitter(self, slices: int) -> float:
         """Share of a step that slices joined by DCN wait for each other.
 
-        >>> Physics(slice_jitter=0.01).jitter(16)
+        >>> import meshlib as mtf
+        >>> mtf.Physics(slice_jitter=0.01).jitter(16)
         0.04
         """
         return self.slice_jitter * math.log2(slices)

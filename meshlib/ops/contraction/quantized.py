@@ -183,6 +183,7 @@ def quantize(
     Cost: vector work, and a maximum that is reduced over the devices that share a row.
     Raises: ShapeError for another dtype, a tensor that is not float, or dims that it lacks.
     Example:
+      >>> import numpy as np
       >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     d, f = mtf.Dimension("d", 2), mtf.Dimension("f", 2)

@@ -125,6 +125,7 @@ def slicewise(
     Raises: ShapeError for dims that do not fit; GraphError for a gradient without `grad_function`; ProgramError at run
       time for a result of another shape or kind of dtype than declared.
     Example:
+      >>> import numpy as np
       >>> import meshlib as mtf
       >>> batch, n = mtf.Dimension("batch", 2), mtf.Dimension("n", 3)
       >>> with mtf.Graph():

@@ -124,6 +124,7 @@ def resize(
     Returns: x's dims with new sizes; x's dtype.
     Raises: ShapeError for sizes below 1 and unknown dims.
     Example:
+      >>> import numpy as np
       >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.constant(np.array([0.0, 4.0]), mtf.Dimension("width", 2))

@@ -284,7 +284,8 @@ def _replaced(shape: Shape, old: Sequence[Dimension], new: Sequence[Dimension], 
 def combined_dimension(dims: Sequence[Dimension], name: str | None = None) -> Dimension:
     """A dim with the product of the sizes of `dims`, named `name` or like the first of them.
 
-    >>> combined_dimension([Dimension("heads", 8), Dimension("d_head", 64)], "d_attention")
+    >>> import meshlib as mtf
+    >>> mtf.combined_dimension([mtf.Dimension("heads", 8), mtf.Dimension("d_head", 64)], "d_attention")
     Dimension('d_attention', 512)
     """
     parts = as_dims(dims, "combined_dimension")
@@ -296,7 +297,8 @@ def combined_dimension(dims: Sequence[Dimension], name: str | None = None) -> Di
 def anonymous_shape(shape: Shape | Sequence[Dimension]) -> Shape:
     """`shape` with dims renamed to names that no layout rule has: `_anonymous_0`, `_anonymous_1`, ...
 
-    >>> print(anonymous_shape(Shape("batch:4;hidden:6")))
+    >>> import meshlib as mtf
+    >>> print(mtf.anonymous_shape(mtf.Shape("batch:4;hidden:6")))
     [_anonymous_0:4, _anonymous_1:6]
     """
     return Shape([(f"_anonymous_{n}", d.size) for n, d in enumerate(as_dims(shape, "anonymous_shape"))])

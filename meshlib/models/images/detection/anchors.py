@@ -62,7 +62,8 @@ class Anchors:
     Raises: ShapeError for sizes that are not positive.
     Source: Lin et al. (RetinaNet), arXiv:1708.02002, section 4.
     Example:
-      >>> anchors = Anchors(64, 64, levels=(3, 4), scales=(1.0,), ratios=(1.0,))
+      >>> import meshlib as mtf
+      >>> anchors = mtf.detection.Anchors(64, 64, levels=(3, 4), scales=(1.0,), ratios=(1.0,))
       >>> anchors.boxes.shape, anchors.boxes[0].tolist()  # 8 x 8 + 4 x 4 of them, the first 32 wide around (4, 4)
       ((80, 4), [-12.0, -12.0, 20.0, 20.0])
     """

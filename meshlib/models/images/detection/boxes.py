@@ -51,7 +51,8 @@ def box_iou(a: ArrayLike, b: ArrayLike) -> Array:
 
     Raises: ShapeError for other shapes, or boxes that end before they begin.
     Example:
-      >>> box_iou([[0, 0, 2, 2]], [[1, 0, 3, 2], [5, 5, 6, 6]]).round(3).tolist()  # 2 / 6
+      >>> import meshlib as mtf
+      >>> mtf.detection.box_iou([[0, 0, 2, 2]], [[1, 0, 3, 2], [5, 5, 6, 6]]).round(3).tolist()  # 2 / 6
       [[0.333, 0.0]]
     """
     first, second = as_boxes(a, "box_iou", "a"), as_boxes(b, "box_iou", "b")
@@ -72,7 +73,8 @@ def encode_boxes(boxes: ArrayLike, anchors: ArrayLike) -> Array:
     Raises: ShapeError unless both are [n, 4] of positive height and width.
     Source: Girshick et al., arXiv:1311.2524, appendix C.
     Example:
-      >>> encode_boxes([[0, 0, 4, 8]], [[0, 0, 4, 4]]).round(3).tolist()  # 2 to the right, twice as wide
+      >>> import meshlib as mtf
+      >>> mtf.detection.encode_boxes([[0, 0, 4, 8]], [[0, 0, 4, 4]]).round(3).tolist()  # 2 to the right, twice as wide
       [[0.0, 0.5, 0.0, 0.693]]
     """
     what = "encode_boxes"
@@ -92,7 +94,8 @@ def decode_boxes(codes: ArrayLike, anchors: ArrayLike, image: tuple[int, int] | 
 
     Logarithms are clipped to log(1000 / 16). Raises: ShapeError for other shapes.
     Example:
-      >>> decode_boxes([[0.0, 0.5, 0.0, 0.0]], [[0, 0, 4, 4]]).tolist()  # half a width to the right
+      >>> import meshlib as mtf
+      >>> mtf.detection.decode_boxes([[0.0, 0.5, 0.0, 0.0]], [[0, 0, 4, 4]]).tolist()  # half a width to the right
       [[0.0, 2.0, 4.0, 6.0]]
     """
     what = "decode_boxes"
@@ -119,7 +122,8 @@ def suppress(boxes: ArrayLike, scores: ArrayLike, iou: float = 0.5, limit: int =
     Returns: indices of the kept boxes.
     Raises: ShapeError for other shapes.
     Example:
-      >>> suppress([[0, 0, 4, 4], [0, 0, 4, 5], [8, 8, 9, 9]], [0.5, 0.75, 0.25]).tolist()
+      >>> import meshlib as mtf
+      >>> mtf.detection.suppress([[0, 0, 4, 4], [0, 0, 4, 5], [8, 8, 9, 9]], [0.5, 0.75, 0.25]).tolist()
       [1, 2]
     """
     what = "suppress"

@@ -81,9 +81,10 @@ def average_precision(found: Sequence[Objects], true: Sequence[Objects], kind: i
     Raises: ShapeError for unequal numbers of images.
     Source: COCO: https://cocodataset.org/#detection-eval, without its crowds and sizes.
     Example:
-      >>> truth = [Objects([[0, 0, 4, 4], [8, 8, 12, 12]], [0, 0])]
-      >>> found = [Objects([[0, 0, 4, 4], [20, 20, 24, 24]], [0, 0], [0.75, 0.5])]
-      >>> round(average_precision(found, truth, 0), 3)  # precision 1 up to recall 1/2, then 0: 51 of 101
+      >>> import meshlib as mtf
+      >>> truth = [mtf.detection.Objects([[0, 0, 4, 4], [8, 8, 12, 12]], [0, 0])]
+      >>> found = [mtf.detection.Objects([[0, 0, 4, 4], [20, 20, 24, 24]], [0, 0], [0.75, 0.5])]
+      >>> round(mtf.detection.average_precision(found, truth, 0), 3)  # precision 1 up to recall 1/2, then 0: 51 of 101
       0.505
     """
     what = "average_precision"
@@ -118,8 +119,9 @@ def mean_average_precision(
       iou: one threshold, or several, such as `COCO_THRESHOLDS`.
     Raises: ShapeError for unequal numbers of images, or no true object.
     Example:
-      >>> truth = [Objects([[0, 0, 4, 4], [8, 8, 12, 12]], [0, 1])]
-      >>> mean_average_precision([Objects([[0, 0, 4, 4]], [0], [0.75])], truth)  # 1 and 0
+      >>> import meshlib as mtf
+      >>> truth = [mtf.detection.Objects([[0, 0, 4, 4], [8, 8, 12, 12]], [0, 1])]
+      >>> mtf.detection.mean_average_precision([mtf.detection.Objects([[0, 0, 4, 4]], [0], [0.75])], truth)  # 1 and 0
       0.5
     """
     thresholds = [iou] if isinstance(iou, int | float) else list(iou)
