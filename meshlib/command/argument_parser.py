@@ -95,6 +95,8 @@ class Parser(argparse.ArgumentParser):
         alone, unknown = self.parse_known_args([*program, *where, *change])
         if unknown:
             self.error(self.unknown(unknown))
+        if alone.json or alone.quiet:
+            self.error("--json and --quiet are for the whole answer; they come before --")
         own = {name: value for name, value in vars(alone).items() if value != self.get_default(name)}
         if alone.set:
             names = {text.partition("=")[0] for text in alone.set}

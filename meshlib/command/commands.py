@@ -104,8 +104,11 @@ def _compared(args: argparse.Namespace) -> tuple[Estimate, list[Estimate], list[
         others += _estimates_of(other_args, other, its_layouts[:1])
         count, unit = subject.counted or (1, "")
         other_count, other_unit = other.counted or (1, "")
-        sizes = (count, other_count) if unit == other_unit else None
-        sentences.append(difference(first, others[-1], " ".join(change), sizes, unit))
+        if unit != other_unit:
+            raise GraphError(
+                f"compare: {subject.name} takes {unit or 'no tokens'}, {other.name} {other_unit or 'none'}"
+            )
+        sentences.append(difference(first, others[-1], " ".join(change), (count, other_count), unit))
     return first, others, sentences, []
 
 

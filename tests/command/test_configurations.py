@@ -142,6 +142,11 @@ MISTAKES = {
     "a change of a plan": ("plan BASE --slice v5e-16 -- steps=2", "-- begins what meshlib compare changes"),
     "a change of a model": ("compare gpt2 --slice v5e-16 -- steps=2", "say --set steps=2"),
     "no change of a model": ("compare gpt2 --slice v5e-16 --", "-- is followed by what changes"),
+    "a change of the answer": ("compare gpt2 --slice v5e-16 -- --json", "they come before --"),
+    "another kind of model": (
+        "compare resnet-18 --slice v5e-4 --batch 4 -- gpt2 --length 64",
+        "takes images, gpt2 tokens",
+    ),
     "an unknown change": ("compare gpt2 --slice v5e-16 -- --batsh 2", "no option --batsh; did you mean '--batch'?"),
     "a wrong change": ("compare BASE --slice v5e-16 -- remat_policy=ful", "did you mean 'full'"),
     "inference": ("plan BASE quantize_kvcache=true --slice v5e-16", "meshlib serve BASE KEY=VALUE"),
