@@ -79,7 +79,7 @@ def test_experts_that_take_prompts_together_say_what_they_drop() -> None:
 # ---------------------------------------------------------------- the likeliest tokens
 
 
-@pytest.mark.parametrize("name", some(["gpt2", "gemma3-12b", "t5-11b", "llama3.1-405b"], ["gemma3-12b", "t5-11b"]))
+@pytest.mark.parametrize("name", some(["gpt2", "gemma3-12b", "t5-11b", "llama3.1-405b"], ["t5-11b"]))
 def test_the_likeliest_tokens_are_those_of_the_forward(name: str) -> None:
     """Windows of 4 are full after the prompt; each of the batch is completed as if it were alone."""
     config = small(name)

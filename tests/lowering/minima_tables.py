@@ -55,20 +55,14 @@ _DIFFERENCES = {  # a sum of terms is not made of theirs, which might lose digit
 NOT_YET = _KEPT | _DIFFERENCES
 
 SAMPLE = (
-    "adapter_of_columns_step",
     "argmax_over_a_split",
     "batch_norm_of_a_split_batch_step",
-    "batch_norm_of_chosen_rows_step",
     "batch_norms_recomputed_in_a_scan_step",
-    "bias_between_two_products",
     "causal_convolution_step",
-    "chain_between_two_constraints",
     "chosen_from_a_sum_or_a_whole",
     "class_of_the_first_token",
     "contrastive_loss_step",
-    "conv_of_rows_and_channels",
     "conv_of_split_rows_with_gradients",
-    "cosine_similarity_step",
     "decode_with_a_split_cache_fused",
     "dilated_conv_that_reaches_past_its_neighbours",
     "dispatch_and_combine_step",
@@ -81,12 +75,8 @@ SAMPLE = (
     "neighbourhood_in_split_rows_and_columns",
     "one_hot_in_two_places",
     "pipeline_with_split_batch_step",
-    "pipelines_of_microbatches_step",
-    "product_of_three_operands",
     "sample_of_the_top_k",
-    "scanned_layers_of_microbatches_hybrid_sharded_step",
     "scanned_layers_of_microbatches_step",
-    "style_norm_of_a_split_length_step",
     "sum_beside_one_of_its_terms",
     "window_attention",
 )

@@ -42,7 +42,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", some(FAMILIES, [n for n in FAMILIES if n not in ("t5-11b", "gemma3-12b")]))
 def test_loss_and_gradients_equal_the_reference(name):
     config = small(name).replace(z_loss=0.01, label_smoothing=0.1)
     more = MORE.get(name, {})
@@ -102,7 +102,7 @@ def test_parts_of_other_decoders_equal_the_reference(part):
     assert sum(v.size for v in held.values()) == config.parameters
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", some([False, True], [True]))
 def test_relative_positions_by_either_kernel(packed: bool) -> None:
     """The bias inside the fused kernel, and its gradient, are those of scores that are written."""
     config = small("t5-11b")

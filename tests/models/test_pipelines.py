@@ -80,7 +80,7 @@ def assert_as_without(
     return piped
 
 
-@pytest.mark.parametrize("row", some(ROWS, [ROWS[0], ROWS[7]]), ids=lambda row: f"{row[0]} {row[4]}")
+@pytest.mark.parametrize("row", some(ROWS, [ROWS[1]]), ids=lambda row: f"{row[0]} {row[4]}")
 def test_a_step_is_that_of_the_scanned_model(row: tuple[str, int, Pipeline, str, str]) -> None:
     piped = assert_as_without(*row)
     name, periods, pipeline, *_ = row
@@ -144,12 +144,12 @@ PACKED: list[tuple[str, int, Pipeline, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("row", some(PACKED, PACKED[:1]), ids=lambda row: row[0])
+@pytest.mark.parametrize("row", some(PACKED, PACKED[2:]), ids=lambda row: row[0])
 def test_each_stage_is_given_the_texts_of_its_microbatch(row: tuple[str, int, Pipeline, str, str]) -> None:
     assert_as_without(*row, packed=True)
 
 
-@pytest.mark.parametrize("name", ["llama3-8b", "mixtral-8x7b"])
+@pytest.mark.parametrize("name", some(["llama3-8b", "mixtral-8x7b"], ["mixtral-8x7b"]))
 def test_gradients_of_stages_cross_the_wire_once(name: str) -> None:
     """Layers are a loop in each stage; however many microbatches, each gradient is summed over the data once."""
     config = dataclasses.replace(preset(name).reduced(), layers=4)
@@ -202,7 +202,7 @@ def test_stages_of_a_decoder_are_given_what_was_encoded_once() -> None:
     assert repeated == {8 * sources * config.d_model * 2, 8 * 128 * config.d_model * 2}  # a microbatch of each stack
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", some(["gpipe", "1f1b"], ["1f1b"]))
 def test_the_pipeline_goes_over_dcn(schedule: str) -> None:
     """Only microbatches, and what is summed once a step, go from slice to slice; of a small model anything may."""
     config = preset("llama2-7b")

@@ -48,11 +48,11 @@ def test_usual_layouts_are_legal_for_few_sequences_too(model, devices, batch):
     config = mtf.models.preset(model).replace(layers=1)
     found = mtf.models.usual_layouts(config, devices, batch)
     assert batch == 1 or any("expert" in name or "tensor" in name for name, _ in found)
+    with mtf.Graph():
+        session = mtf.Session(mtf.models.transformer(config, batch, 1024, training=True).loss)
     for name, mesh in found:
         assert mtf.Mesh(mesh).size == devices
-        with mtf.Graph():
-            loss = mtf.models.transformer(config, batch, 1024, training=True).loss
-            mtf.lower([loss], mesh=mesh, layout=mtf.models.layout(name, config, mesh))
+        session.lower(mesh, mtf.models.layout(name, config, mesh))
 
 
 @pytest.mark.parametrize(("devices", "batch"), [(8, 8), (256, 64), (3072, 1536), (16, 1), (1, 4)])

@@ -50,7 +50,7 @@ POLICIES = [
 KEPT = [(*policy, *way) for way in WAYS for policy in POLICIES]
 
 
-@pytest.mark.parametrize(("remat", "again", "scan", "devices"), some(KEPT, KEPT[:6]))
+@pytest.mark.parametrize(("remat", "again", "scan", "devices"), some(KEPT, [KEPT[0], KEPT[2], KEPT[3], KEPT[5]]))
 def test_exactly_what_is_not_kept_is_computed_again(remat, again, scan, devices):
     found, none = (estimate(policy, scan, devices) for policy in (remat, "none"))
     assert found.flops - none.flops == LAYERS * again // devices

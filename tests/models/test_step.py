@@ -47,7 +47,12 @@ def test_graphs_of_all_presets_have_the_variables_that_were_counted():
         assert len(graph.operations) < 1000, name  # a layer is written once, or once in a pattern
 
 
-@pytest.mark.parametrize("name", ["llama2-70b", "t5-11b", "gemma3-12b", "switch-base-8", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name",
+    some(
+        ["llama2-70b", "t5-11b", "gemma3-12b", "switch-base-8", "deepseek-v3"], ["t5-11b", "gemma3-12b", "deepseek-v3"]
+    ),
+)
 def test_more_layers_are_no_more_operations(name):
     def operations(periods):
         with mtf.Graph() as graph:
@@ -58,7 +63,7 @@ def test_more_layers_are_no_more_operations(name):
 
 
 def test_the_unrolled_graph_has_as_many_variables():
-    for name in ("gemma3-12b", "t5-small", "gpt2", "deepseek-v2-lite"):
+    for name in some(("gemma3-12b", "t5-small", "gpt2", "deepseek-v2-lite"), ("t5-small", "deepseek-v2-lite")):
         with mtf.Graph() as graph:
             transformer(preset(name), batch=8, length=64, scan=False)
         assert sum(v.shape.size for v in graph.trainable_variables) == preset(name).parameters

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -205,6 +206,12 @@ def test_a_bound_knows_what_pieces_beside_products_hide() -> None:
         tried(problem, space_of(problem, rng.choice(["v6e-8", "v5e-4", "v5p-8"])), 4, rng)
 
 
+@cache
+def four_layers() -> SearchProblem:
+    config = mtf.models.preset("llama3.1-8b").replace(layers=4, vocab=256)
+    return problem_of(lambda: mtf.models.train_step(config, 64, 4096, remat="full"), (), (), ())
+
+
 @pytest.mark.parametrize(("mesh", "rules", "least"), [
     # gradients are summed over three axes; activations would be split along d_model for more bytes than weights take
     ("data:2;fsdp:8;model:4", "batch:data+fsdp;d_model:fsdp?;length:model?", 0.78),
@@ -217,8 +224,7 @@ def test_a_bound_knows_what_pieces_beside_products_hide() -> None:
     ("data:2;fsdp:4;model:8", "batch:data+fsdp;d_model:fsdp?;d_ff:model;length:model?", 0.755),
 ])  # fmt: skip
 def test_a_bound_knows_what_no_other_split_spares(mesh: str, rules: str, least: float) -> None:
-    config = mtf.models.preset("llama3.1-8b").replace(layers=4, vocab=256)
-    problem = problem_of(lambda: mtf.models.train_step(config, 64, 4096, remat="full"), (), (), ())
+    problem = four_layers()
     c = laid((), Slice("v5e-64"), mtf.Mesh(mesh), LayoutRules(rules), problem.named)
     step = problem.estimate(c).step_seconds
     assert least * step < problem.bounds.core_time_seconds([c])[0] <= step
@@ -360,7 +366,7 @@ def test_sizes_that_follow_from_a_layout_are_no_limit_of_the_space_and_no_bound(
     assert {"batch": 16, "length": 64, "experts": 8}.items() <= problem.tensors.sizes.items()
     rng, space = random.Random(0), space_of(problem, "v5e-4")
     split = [c for c in space if "experts" in c.layout.dims and "batch" in c.layout.dims]
-    assert tried(problem, space, 1, rng) + tried(problem, split, draws(1, 40), rng) > 1
+    assert tried(problem, split, draws(1, 40), rng) + tried(problem, space, draws(0, 1), rng) > 0
 
 
 def test_a_bound_counts_products_of_experts() -> None:

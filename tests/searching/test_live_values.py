@@ -16,7 +16,7 @@ from meshlib.models.serving import Step
 from meshlib.ops.control.branches import branch
 from meshlib.searching.bounds.least_memory import LeastMemory
 from meshlib.searching.bounds.live_values import _Flow, whole_bytes
-from tests.effort import deep, each
+from tests.effort import deep, each, some
 from tests.lowering.pairs import pair
 
 SIDE = 64
@@ -244,7 +244,7 @@ def test_what_experts_are_sent_is_bounded_with_the_sizes_of_the_layout() -> None
 def test_memory_is_bounded_from_the_graph(name: str) -> None:
     """For a model's usual layouts, whatever its rematerialisation: no more than the peak, and more inside of loops."""
     config = mtf.models.preset(name).replace(layers=2)
-    for remat in ("full", "none"):
+    for remat in some(("full", "none"), ("none",) if name == "t5-small" else ("full",)):
         with mtf.Graph():
             session = mtf.Session(*mtf.models.train_step(config, 16, 512, remat=remat))
         outputs, updates = session.asked
