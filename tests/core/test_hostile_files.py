@@ -27,7 +27,7 @@ from tests.effort import draws
 
 @pytest.mark.parametrize("reader", READERS)
 def test_mutants_are_read_or_refused(reader: str, tmp_path: Path) -> None:
-    count = draws(3 * READERS[reader].share, 10_000)
+    count = draws(2 * READERS[reader].share, 10_000)
     assert fuzz(reader, count, tmp_path) > count // 5
 
 

@@ -108,7 +108,8 @@ def once_misplaced() -> tuple[tuple[mtf.Program, Slice, str], ...]:
 
 def test_the_mesh_is_placed_where_the_step_takes_least() -> None:
     for program, slice_, what in (*sample(), *once_misplaced()):
-        for machine in (slice_, twice(slice_, FASTER["DCN"])) if slice_.slices > 1 else (slice_,):
+        machines = (slice_, twice(slice_, FASTER["DCN"])) if slice_.slices > 1 else (slice_,)
+        for machine in some(machines, machines[:1] if slice_.slices == 2 else machines[-1:]):
             est = mtf.estimate(program, machine)
             sizes = program.mesh.sizes_by_axis
             others = possible_placements(machine, sizes, program.compiler.whole_torus_axes, {})

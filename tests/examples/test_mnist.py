@@ -8,6 +8,7 @@ import pytest
 import meshlib as mtf
 from examples import mnist
 from meshlib.data.samples import mnist_digits as mnist_data
+from tests.effort import some
 from tests.paths import SHARED
 
 REAL = SHARED / "data" / "mnist"
@@ -32,14 +33,15 @@ def losses(mesh: str, layout: str, steps: int) -> np.ndarray:
 
 
 def test_curves_agree_under_all_layouts_and_are_not_the_unsharded_bits() -> None:
-    curves = {name: losses("rows:2;cols:2", layout, 35) for name, layout in LAYOUTS.items()}
+    tried = some([*LAYOUTS], ["replicated", "2-D"])
+    curves = {name: losses("rows:2;cols:2", LAYOUTS[name], 35) for name in tried}
     alone = losses("one:1", "", 35)
     assert alone[-1] < 0.7 * alone[0]
     for name, curve in curves.items():
         np.testing.assert_allclose(curve, alone, rtol=1e-4, err_msg=name)
     # Replicas repeat the unsharded order of addition; split sums can't.
     np.testing.assert_array_equal(curves["replicated"], alone)
-    for name in ("data parallel", "model parallel", "2-D"):
+    for name in tried[1:]:
         assert not np.array_equal(curves[name], alone), name
 
 

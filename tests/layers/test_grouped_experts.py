@@ -25,7 +25,7 @@ from tests.oracle import Array, assert_close, draw_layout, run
 D = mtf.Dimension
 BATCH, LENGTH, WIDE, HIDDEN = D("batch", 4), D("length", 8), D("d", 4), D("f", 8)
 DIMS = ("batch", "length", "d", "f", "e", "e", "e", "batch", "batch_unsplit", "length_unsplit", "e_unsplit")
-LAYOUTS = 20  # of each routing
+LAYOUTS = draws(10, 20)  # of each routing
 ON_ALL = ("beside a length that stays split",)
 
 

@@ -89,12 +89,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", some(CASES, [*CASES[:2], CASES[3], CASES[5]]), ids=str)
+@pytest.mark.parametrize("case", some(CASES, [CASES[1], CASES[3]]), ids=str)
 def test_a_pipeline_is_its_layers_one_after_the_other(case: tuple[Any, ...]) -> None:
     stages, microbatches, repeats, mesh, layout = case
     plain, piped = pair(stages, microbatches, repeats, 1 if stages > 2 else 2, mesh, layout)
     assert_equal_steps(plain, piped, "fast")
-    if deep() or case in CASES[:2]:
+    if deep() or case == CASES[1]:
         assert_equal_steps(plain, piped, "exact", steps=1)
 
 
@@ -147,7 +147,7 @@ def by_hand(state: dict[str, Array], x: Array, rate: float) -> tuple[Array, Arra
 
 
 GRID = [(s, m, r) for s in (2, 4, 8) for r in (1, 2) for m in (1, 2, 3, s, s + 1, 2 * s)]
-DRAWN = [(2, 1, 1), (4, 3, 2), (4, 5, 1), (2, 3, 2)]
+DRAWN = [(2, 1, 1), (4, 3, 2), (4, 5, 1)]
 
 
 @pytest.mark.parametrize("case", some(GRID, DRAWN), ids=str)
