@@ -49,7 +49,7 @@ def test_tokens_and_caches_equal_the_simulators(mesh: str, layout: str) -> None:
         np.testing.assert_allclose(np.float32(run.state[name]), np.float32(simulation.state[name]), atol=0.05)
 
 
-@pytest.mark.parametrize(("mesh", "layout"), LAYOUTS, ids=lambda text: text)
+@pytest.mark.parametrize(("mesh", "layout"), some(LAYOUTS, LAYOUTS[1:2]), ids=lambda text: text)
 def test_tokens_are_written_in_blocks_where_features_do_not_fill_lanes(
     mesh: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
