@@ -112,6 +112,29 @@ def test_operands_of_kernels_before_a_grouped_product_are_free_after_them() -> N
     assert compiled.buffers_bytes + compiled.layout_bytes == pytest.approx(inputs + (16 + 32) * MIB, abs=8192)
 
 
+@pytest.mark.parametrize(("gated", "rows", "more"), [(False, 8192, 0), (True, 8192, 8), (False, 2048, 9)])
+def test_gradients_of_weights_exist_as_soon_as_their_operands(gated: bool, rows: int, more: int) -> None:
+    """Gradients of a layer's weights (8 MiB each) are beside the weights that it has gathered: all three where two
+    products read their cotangents at once, less what else has ended by then. If the plan's peak, the widest value
+    beside both gathered weights and one gradient, is before that, it stays the peak."""
+    layers, batch, d, f = D("layers", 4), D("batch", rows), D("d", 1024), D("f", 4096)
+    dims = {"gate": [d, f], "wi": [d, f], "wo": [f, d]}
+
+    def layer(carries: tuple[mtf.Tensor, ...], _: object) -> tuple[tuple[mtf.Tensor, ...], tuple[mtf.Tensor, ...]]:
+        (x,) = carries
+        gate, wi, wo = (mtf.cast(mtf.variable(n, dims[n]), "bfloat16") if gated or n != "gate" else None for n in dims)
+        hidden = mtf.sin(mtf.einsum([x, wi], [batch, f]))
+        hidden = hidden if gate is None else hidden * mtf.einsum([x, gate], [batch, f])
+        return (x + mtf.einsum([hidden, wo], [batch, d]),), ()
+
+    with mtf.Graph():
+        (y,), _ = mtf.scan(layer, [mtf.input("x", [batch, d], "bfloat16")], dim=layers, stack_variables=True)
+        loss = mtf.reduce_mean(mtf.cast(y, "float32"))
+        updates = mtf.optimize.SgdOptimizer(1e-3).minimize(loss)
+        program = mtf.lower({"loss": loss}, updates, "fsdp:4", "batch:fsdp;d:fsdp?")
+    assert memory(program, "v5e-4").compiled.layout_bytes == more * MIB
+
+
 @pytest.mark.parametrize(("images", "channels", "more"), [(64, 64, 24), (128, 64, 0), (64, 128, 0)])
 def test_no_position_of_an_image_is_in_lanes(images: int, channels: int, more: int) -> None:
     """Densest are 112 positions in 128 lanes: 16 MiB each for the first result and the second, beside it. Windows slide

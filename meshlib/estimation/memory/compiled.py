@@ -9,8 +9,9 @@ A compiled step of our own program, as `mtf.on_jax` runs it:
     operands       grouped products are kernels of their own, whose operands and results are stored; those that one
                    kernel computes together overwrite nothing
     accumulators   attention kernels sum gradients of keys and values in float32; scatter-adds have float32 results, as
-                   long as these are read; in loops as much is counted beside a narrower gradient of a weight, for
-                   the copies of gradients that scatters need
+                   long as these are read
+    order          in loops a weight's gradient is computed as soon as its operands exist, before the product that
+                   passes the cotangent on: all gradients of a block's weights are beside the weights that it gathers
     code           per kernel
     fragmentation  gaps between buffers (`heap`), and a share of temporaries
 
@@ -31,7 +32,7 @@ Levanter and MaxText on v5e; openxla/xla: xla/service/latency_hiding_scheduler.h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
 
@@ -41,7 +42,7 @@ from meshlib.core.dtypes import FLOAT32
 from meshlib.core.graph import BACKWARD
 from meshlib.core.opdef import Halo, Kind, Role, Storage
 from meshlib.estimation.memory.grouped import earlier_ends, more_buffers
-from meshlib.estimation.memory.heap import gap_bytes, live_ranges, peak_bytes
+from meshlib.estimation.memory.heap import Spans, gap_bytes, live_ranges, peak_bytes
 from meshlib.estimation.work.hbm_traffic import row_looked_up
 from meshlib.estimation.work.tiles import tiled_bytes, tiled_value_bytes
 from meshlib.program.analysis.buffers import START, Buffer, MemoryPlan
@@ -103,7 +104,7 @@ def compiled_memory(
       buffers_bytes: peak of the program's buffers in tiles; capacity_bytes: HBM available to programs.
     """
     plain = compiler.partitioner == "gspmd"
-    ranges = [*live_ranges(program, tiled_value_bytes, _scratch_of(program), _beyond_plan, earlier_ends)]
+    ranges = [*live_ranges(program, tiled_value_bytes, _scratch, _beyond_plan, _spans_of(program))]
     laid = max(peak_bytes(ranges), buffers_bytes)
     casts = _hoisted_casts(program) if plain else 0
     widest, logits = _loops(program) if plain else (0, 0)
@@ -211,10 +212,14 @@ def _added_rows(program: Program, buffers: tuple[Buffer, ...]) -> Iterator[tuple
             yield (Buffer(y, n, ends[i.group], []), wide) if b is None else (b, wide - tiled_value_bytes(y))
 
 
-def _scratch_of(whole: Program) -> Callable[[Program, Instruction], int]:
-    """A function (program, instruction) -> bytes live while the instruction runs, besides operands and results."""
-    sums = _sums_of(whole)
-    return lambda program, i: sums(program, i) + (0 if program.is_body else _relaid_table(program, i))
+def _scratch(program: Program, i: Instruction) -> int:
+    """Bytes live while an instruction runs, besides operands and results: float32 sums of attention's gradients, and
+    copies of tables."""
+    if not isinstance(i, Compute):
+        return 0
+    if i.operation.opdef.scores is not None and i.region == BACKWARD and len(i.outputs) > 1:
+        return sum(_by_heads(i, y, 4) for y in i.outputs) if i.outputs[0].tensor.dtype.itemsize < 4 else 0
+    return 0 if program.is_body else _relaid_table(program, i)
 
 
 def _relaid_table(program: Program, i: Instruction) -> int:
@@ -233,22 +238,34 @@ def _relaid_table(program: Program, i: Instruction) -> int:
     return 0 if isinstance(j, Compute) or wide <= tiled_value_bytes(table) else wide
 
 
-def _sums_of(whole: Program) -> Callable[[Program, Instruction], int]:
-    """A function (program, instruction) -> bytes of float32 accumulators live while the instruction runs."""
+def _spans_of(whole: Program) -> Spans:
+    """A function (program, plan) -> first and last instructions of buffers, where a compiled step has another order."""
     weight_dims = frozenset(d.name for v in whole.variables.values() for d in v.tensor.shape)
 
-    def sums(program: Program, i: Instruction) -> int:
-        if not isinstance(i, Compute) or i.region != BACKWARD or i.outputs[0].tensor.dtype.itemsize >= 4:
-            return 0
-        if i.operation.opdef.scores is not None:
-            return sum(_by_heads(i, y, 4) for y in i.outputs) if len(i.outputs) > 1 else 0
-        (y, *_) = i.outputs
-        of_weight = len(y.tensor.shape) > 1 and weight_dims.issuperset(y.tensor.shape.names)
-        if program.is_body and of_weight and i.operation.opdef.kind is Kind.CONTRACTION:
-            return tiled_bytes(y.local_shape.sizes, 4)
-        return 0
+    def spans(program: Program, plan: MemoryPlan) -> Mapping[Buffer, tuple[int, int]]:
+        begins = _earlier_begins(program, plan, weight_dims) if program.is_body else {}
+        ends = earlier_ends(program, plan)
+        return {b: (begins.get(b, b.begin), ends.get(b, b.end)) for b in (*begins, *ends)}
 
-    return sums
+    return spans
+
+
+def _earlier_begins(program: Program, plan: MemoryPlan, weight_dims: frozenset[str]) -> Mapping[Buffer, int]:
+    """Buffers of weights' gradients that are computed as soon as their operands exist, with the first instruction."""
+    owned = {b.owner: b for b in plan.buffers}
+    unstored = plan.stored.unstored
+    exists: dict[Value, int] = {}  # the last instruction that a value needs, without those that its consumers repeat
+    begins = {}
+    for n, i in enumerate(program.instructions):
+        ready = max((exists.get(x, START) for x in i.inputs), default=START)
+        shows = i.operation.opdef.storage is Storage.ALIAS
+        exists |= {y: ready if shows or y in unstored else n for y in i.outputs}
+        if not isinstance(i, Compute) or i.region != BACKWARD or i.operation.opdef.kind is not Kind.CONTRACTION:
+            continue
+        (y, *_) = i.outputs
+        if y in owned and len(y.tensor.shape) > 1 and weight_dims.issuperset(y.tensor.shape.names):
+            begins[owned[y]] = min(n, ready + 1)
+    return begins
 
 
 def _hoisted_casts(program: Program) -> int:

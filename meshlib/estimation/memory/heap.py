@@ -29,7 +29,7 @@ SMALL = 1 / 500  # of the peak: smaller buffers fill holes, and are not placed
 
 Scratch = Callable[[Program, Instruction], int]  # scratch bytes of an instruction
 Extra = Callable[[Program, MemoryPlan], Iterable[tuple[Buffer, int]]]  # buffers with additional bytes
-Ends = Callable[[Program, MemoryPlan], Mapping[Buffer, int]]  # last instructions of buffers that end earlier
+Spans = Callable[[Program, MemoryPlan], Mapping[Buffer, tuple[int, int]]]  # first and last instructions of buffers
 
 
 class LiveRange(NamedTuple):
@@ -41,12 +41,13 @@ class LiveRange(NamedTuple):
 
 
 def live_ranges(
-    program: Program, size: Size, scratch: Scratch, extra: Extra, ends: Ends, loop: Loop | None = None, first: int = 0
+    program: Program, size: Size, scratch: Scratch, extra: Extra, spans: Spans, loop: Loop | None = None, first: int = 0
 ) -> Iterator[LiveRange]:
     """Live ranges of all buffers of a program, those of its loops' bodies included.
 
     Args:
-      size: bytes of a buffer by its owner; extra: additional bytes of some buffers; ends: those that end earlier.
+      size: bytes of a buffer by its owner; extra: additional bytes of some buffers.
+      spans: first and last instructions of buffers, where they differ from the plan's.
       scratch: bytes of an instruction while it runs, besides its operands and results.
       loop, first: of a body, the loop, whose operands are counted outside, and the number of its first instruction.
     """
@@ -55,15 +56,15 @@ def live_ranges(
     taken = {b: size(b.owner) if loop is None or b.begin != START else 0 for b in plan.buffers}
     for b, more_bytes in extra(program, plan):
         taken[b] = taken.get(b, 0) + more_bytes
-    earlier = ends(program, plan)
+    compiled = spans(program, plan)
     for b, taken_bytes in taken.items():
-        end = earlier.get(b, b.end)
-        yield LiveRange(taken_bytes, begins[max(b.begin, 0)], begins[min(end + 1, len(begins) - 1)])
+        begin, end = compiled.get(b, (b.begin, b.end))
+        yield LiveRange(taken_bytes, begins[max(begin, 0)], begins[min(end + 1, len(begins) - 1)])
     for n, i in enumerate(program.instructions):
         if more_bytes := scratch(program, i):
             yield LiveRange(more_bytes, begins[n], begins[n + 1])
         if isinstance(i, Loop):
-            yield from live_ranges(i.body, size, scratch, extra, ends, i, begins[n])
+            yield from live_ranges(i.body, size, scratch, extra, spans, i, begins[n])
 
 
 def _length(i: Instruction) -> int:
