@@ -9,7 +9,7 @@ import pytest
 
 import meshlib as mtf
 from hardware import CHIPS, Slice
-from meshlib.estimation.memory.compiled import CODE_BYTES, FILE_BYTES, RUN_ADDS_BYTES
+from meshlib.estimation.memory.compiled import CODE_BYTES, FILE_BYTES, RUN_ADDS_BYTES, compiled_memory
 from meshlib.estimation.work.tiles import tiled_bytes
 from meshlib.testing import assert_fits
 
@@ -132,7 +132,10 @@ def test_gradients_of_weights_exist_as_soon_as_their_operands(gated: bool, rows:
         loss = mtf.reduce_mean(mtf.cast(y, "float32"))
         updates = mtf.optimize.SgdOptimizer(1e-3).minimize(loss)
         program = mtf.lower({"loss": loss}, updates, "fsdp:4", "batch:fsdp;d:fsdp?")
-    assert memory(program, "v5e-4").compiled.layout_bytes == more * MIB
+    found = memory(program, "v5e-4")
+    assert found.compiled.layout_bytes == more * MIB
+    short = compiled_memory(program, mtf.XLA_TPU, found.peak_bytes, found.peak_bytes)
+    assert short.layout_bytes == 0, "where memory is short, the plan's order"
 
 
 @pytest.mark.parametrize(("images", "channels", "more"), [(64, 64, 24), (128, 64, 0), (64, 128, 0)])

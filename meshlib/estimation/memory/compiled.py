@@ -11,7 +11,8 @@ A compiled step of our own program, as `mtf.on_jax` runs it:
     accumulators   attention kernels sum gradients of keys and values in float32; scatter-adds have float32 results, as
                    long as these are read
     order          in loops a weight's gradient is computed as soon as its operands exist, before the product that
-                   passes the cotangent on: all gradients of a block's weights are beside the weights that it gathers
+                   passes the cotangent on: all gradients of a block's weights are beside the weights that it gathers;
+                   not where memory is short
     code           per kernel
     fragmentation  gaps between buffers (`heap`), and a share of temporaries
 
@@ -103,8 +104,18 @@ def compiled_memory(
       compiler: its partitioner selects our own step or plain jit.
       buffers_bytes: peak of the program's buffers in tiles; capacity_bytes: HBM available to programs.
     """
+    early = _in_order(program, compiler, buffers_bytes, capacity_bytes, _spans_of(program))
+    if early.step_bytes <= capacity_bytes:
+        return early
+    return _in_order(program, compiler, buffers_bytes, capacity_bytes, _spans_of(program, early=False))
+
+
+def _in_order(
+    program: Program, compiler: Compiler, buffers_bytes: int, capacity_bytes: int, spans: Spans
+) -> CompiledStepMemory:
+    """Memory of a step whose buffers have these spans."""
     plain = compiler.partitioner == "gspmd"
-    ranges = [*live_ranges(program, tiled_value_bytes, _scratch, _beyond_plan, _spans_of(program))]
+    ranges = [*live_ranges(program, tiled_value_bytes, _scratch, _beyond_plan, spans)]
     laid = max(peak_bytes(ranges), buffers_bytes)
     casts = _hoisted_casts(program) if plain else 0
     widest, logits = _loops(program) if plain else (0, 0)
@@ -238,12 +249,15 @@ def _relaid_table(program: Program, i: Instruction) -> int:
     return 0 if isinstance(j, Compute) or wide <= tiled_value_bytes(table) else wide
 
 
-def _spans_of(whole: Program) -> Spans:
-    """A function (program, plan) -> first and last instructions of buffers, where a compiled step has another order."""
+def _spans_of(whole: Program, early: bool = True) -> Spans:
+    """A function (program, plan) -> first and last instructions of buffers, where a compiled step has another order.
+
+    `early`: whether weights' gradients are computed as soon as their operands exist.
+    """
     weight_dims = frozenset(d.name for v in whole.variables.values() for d in v.tensor.shape)
 
     def spans(program: Program, plan: MemoryPlan) -> Mapping[Buffer, tuple[int, int]]:
-        begins = _earlier_begins(program, plan, weight_dims) if program.is_body else {}
+        begins = _earlier_begins(program, plan, weight_dims) if early and program.is_body else {}
         ends = earlier_ends(program, plan)
         return {b: (begins.get(b, b.begin), ends.get(b, b.end)) for b in (*begins, *ends)}
 
