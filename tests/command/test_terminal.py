@@ -305,7 +305,7 @@ def test_a_search_of_a_model_begins_with_what_plan_gives(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(searching, "search", search)
-    status, out, err = run("plan llama2-70b --slice v5e-256 --search --remat full --set layers=64", capsys)
+    status, out, err = run("plan llama2-70b --slice v5e-256 --search --remat full --set layers=104", capsys)
     assert (status, err) == (130, "\n")
     assert re.fullmatch(r"best so far: fsdp\S* on \S+, [\d.]+ s\* a step, as by plan\n", out), out
     assert begun["batch"] < 256  # which doesn't fit
