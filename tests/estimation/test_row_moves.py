@@ -20,6 +20,7 @@ WIDTHS = (1024, 2048, 4096, 7168)
 # Bundles of a row of bfloat16 numbers, 65,536 rows to as many destinations: tests/benchmarks/row_moves.py.
 GATHERED = {"v5e": (15, 24, 41, 66), "v5p": (15, 24, 41, 66), "v6e": (13, 18, 30, None)}
 ADDED = {"v5e": (22, 53, 121, 353), "v5p": (22, 42, 85, 209)}
+MASKED = {"v5e": 274158, "v5p": 135408, "v6e": 212804}  # stated cycles: 16 heads, 512 x 512 positions, 32 rows
 ADDED_2025 = {4096: 290, 5120: 2227, 7168: 981}  # v5p, libtpu 0.0.19.1
 # (chip, dtype, kind, tile of rows, depth, columns) -> bundles of a step of megablox' kernels, libtpu 0.0.42.1
 TILES = {
@@ -74,6 +75,22 @@ def test_cycles_of_an_added_row(chip: str) -> None:
         # by one core, whatever the device has; the rest of its work is small
         one_core = added(width, chip).rows[0].vpu_seconds * CHIPS[chip].clock_hz
         assert one_core == pytest.approx(65536 * cycles, rel=0.1)
+
+
+@pytest.mark.parametrize("chip", MASKED)
+def test_cycles_of_masked_sums(chip: str) -> None:
+    """Updates of a table of 32 rows of 16 numbers, as of position biases; a scatter-add of user code is none."""
+    h, q, k, v = D("h", 16), D("q", 512), D("k", 512), D("v", 32)
+
+    def summed(rows: list[mtf.Dimension], compiler: mtf.Compiler = mtf.XLA_TPU) -> float:
+        with mtf.Graph():
+            y = mtf.scatter_add(mtf.input("u", [h, q, k]), mtf.input("i", [q, k], "int32"), v, [v, *rows])
+            return core_cycles(estimated(y, chip, compiler), chip)
+
+    device_cycles = summed([h]) / CHIPS[chip].cores_per_device
+    assert 0.9 <= device_cycles / MASKED[chip] <= 1.3
+    assert summed([h], mtf.GSPMD) < 0.1 * summed([h])
+    assert summed([q, h]) < 0.1 * summed([h])
 
 
 def test_compilers_of_2025_added_rows_more_slowly() -> None:

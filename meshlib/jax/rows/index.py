@@ -9,6 +9,7 @@ from math import prod
 import jax.numpy as jnp
 from jax import lax
 
+from meshlib.estimation.work.row_moves import is_small_table
 from meshlib.jax.context import Array
 from meshlib.jax.table import RowContext, aligned, rounded, row, widest
 from meshlib.ops.movement.indexing import index_count
@@ -59,7 +60,7 @@ def _gather(part: RowContext, weights: Array, indices: Array) -> Array:
     else:  # whole rows; one table per index of the dims that both operands have
         shared, rest = ([n for n in w_names if n != dim and (n in i_names) == both] for both in (True, False))
         tables = jnp.transpose(weights, [w_names.index(n) for n in (*shared, dim, *rest)])
-        narrow = not shared and len(tables) <= LANES and prod(tables.shape[1:]) < LANES
+        narrow = not shared and is_small_table(len(tables), prod(tables.shape[1:]))
         if part.context.platform == "tpu" and narrow and tables.dtype == jnp.float32:
             looked_up = _by_product(tables, chosen)
         else:
@@ -124,7 +125,7 @@ def _scatter_add(part: RowContext, updates: Array, indices: Array) -> Array:
     wrong = _checked(part, 1, indices)
     local = indices - part.offsets[dim]
     hit = (local >= 0) & (local < sizes[dim])
-    small = not batch and sizes[dim] <= LANES and prod(sizes[n] for n in free_names) < LANES
+    small = not batch and is_small_table(sizes[dim], prod(sizes[n] for n in free_names))
     if part.context.platform == "tpu" and small:
         table = _summed_by_row(updates, u_names, jnp.where(hit, local, -1), i_names, sizes[dim])
     else:
