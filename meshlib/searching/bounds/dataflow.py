@@ -30,7 +30,8 @@ class Split:
 
     `reached`: the dims whose rules may bring an axis to it, None if any may.
     `operands`: the dim split in each operand, None where the operand must be whole; `output`: that of
-    the result, None where a pending sum results. `free`: its requirements are unknown.
+    the result, None where a pending sum results. `free`: its requirements are unknown; `of_slots`: whether rules for
+    slots may bring an axis to it, too.
     """
 
     reached: Names | None
@@ -38,6 +39,7 @@ class Split:
     operands: tuple[str | None, ...]
     output: str | None
     free: bool = False
+    of_slots: bool = True
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshlib.core.graph import Operation, Tensor
-from meshlib.core.opdef import Factor, Kind, Role, Total
+from meshlib.core.opdef import Kind, Role, Total
 from meshlib.estimation.work.products import attention_of
 from meshlib.estimation.work.stored_values import Origins, held_values
 from meshlib.lowering.assigned import is_weight, scope_of
@@ -22,6 +22,7 @@ from meshlib.program.records import Program
 from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, HbmUse, Node, Placed, Split, ValueUse
 from meshlib.searching.bounds.elements import Temporaries, temporaries_of
 from meshlib.searching.bounds.products import Contraction, ProductKernel
+from meshlib.searching.bounds.slot_splits import SlotSplits
 from meshlib.searching.renamed_dims import Passages
 
 MOST_EDGES = 4  # edges followed per value: those of the most bytes
@@ -30,7 +31,8 @@ MOST_EDGES = 4  # edges followed per value: those of the most bytes
 def flow_of(whole: Program, passages: Passages) -> Flow:
     """The dataflow of a program lowered for one device."""
     given = {v: Placed(v.tensor.shape, scope_of(v.tensor)) for v in _resident(whole)}
-    maker = _Maker(whole, passages, given, temporaries_of(whole))
+    outputs, updates = whole.asked
+    maker = _Maker(whole, passages, SlotSplits(outputs.values(), updates), given, temporaries_of(whole))
     maker.run()
     for name, v in whole.updates.items():
         held = whole.variables.get(name)
@@ -65,6 +67,7 @@ class _Maker:
 
     program: Program
     passages: Passages
+    of_slots: SlotSplits
     given: Mapping[Value, Placed]
     temporaries: Mapping[Instruction, Temporaries]  # of each product
     nodes: list[Node] = field(default_factory=list)
@@ -164,8 +167,8 @@ class _Maker:
         laid = bool(self.passages.laid(x.shape for x in (*op.inputs, *op.outputs)))
         splits = tuple(
             Split(None, 0, f.operands, f.outputs[0], True) if laid  # every size divides 0
-            else self._split(f, f.role is Role.PARALLEL or (f.role is Role.SUM and full))
-            for f in op.opdef.roles(op)
+            else self._split(op, n, f.role is Role.PARALLEL or (f.role is Role.SUM and full))
+            for n, f in enumerate(op.opdef.roles(op))
         )  # fmt: skip
         if op.attrs.get("precision") in EIGHT_BIT:  # rounded before they are sent
             for x in i.inputs[:2]:
@@ -203,16 +206,20 @@ class _Maker:
         sources = ((n, self.nodes[r.source].placed) for n, x in weights for r in self.reached.get(x, ()))
         return [(n, placed) for n, placed in sources if placed is not None]
 
-    def _split(self, f: Factor, known: bool) -> Split:
+    def _split(self, op: Operation, number: int, known: bool) -> Split:
+        f = op.opdef.roles(op)[number]
         names = [name for name in (*f.operands, *f.outputs) if name is not None]
-        return Split(self.passages.reached(names), f.size, f.operands, f.outputs[0], not known)
+        of_slots = self.of_slots.may_split(op, number)
+        return Split(self.passages.reached(names), f.size, f.operands, f.outputs[0], not known, of_slots)
 
     def _other(self, i: Instruction) -> None:
         node, op = Node(), i.operation
         if isinstance(i, Compute) and op.opdef.scores:
             known = (Role.PARALLEL, Role.SUM, Role.SHARE, Role.SUMMARY)
-            factors = (f for f in op.opdef.roles(op) if f.role is not Role.WHOLE)
-            splits = tuple(self._split(f, f.role in known and f.shares is None) for f in factors)
+            splits = tuple(
+                self._split(op, n, f.role in known and f.shares is None)
+                for n, f in enumerate(op.opdef.roles(op)) if f.role is not Role.WHOLE
+            )  # fmt: skip
             names = self.passages.split(*(v.tensor.shape for v in (*i.inputs, *i.outputs)))
             kernel = ProductKernel(names, "bf16", attention_of(self.program, i))
             node = Node(splits=splits, attention=kernel, elements_per_flop=_elements_per_flop(i))
@@ -264,7 +271,7 @@ class _Maker:
             if not _adds_up(body, body.inputs[before], body.outputs[after]):
                 carried[before] = _home(body.inputs[before].tensor)
                 given[body.inputs[before]] = carried[before]
-        maker = _Maker(body, self.passages, given, temporaries_of(body, loop))
+        maker = _Maker(body, self.passages, self.of_slots, given, temporaries_of(body, loop))
         maker.full.update(body.inputs.values())  # the body does not see how its inputs are composed
         maker.run()
         for before, after in loop.carries:

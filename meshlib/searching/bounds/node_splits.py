@@ -6,7 +6,7 @@ Each mesh axis splits a product along one of its dims, or not at all. Over a dim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -21,7 +21,7 @@ from meshlib.estimation.time.physics import Physics
 from meshlib.lowering.assigned import stationary_axes
 from meshlib.searching.bounds.collectives import GATHER, REDUCE, SCATTER, SWAP, Machine
 from meshlib.searching.bounds.dataflow import Bytes, Edge, Flow, HbmUse, Node, Placed, Split
-from meshlib.searching.renamed_dims import Passages
+from meshlib.searching.renamed_dims import Names, Passages
 from meshlib.searching.space import Candidate
 
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
@@ -81,6 +81,12 @@ class NodeSplits:
         return [axis for axis in self.candidate.named_splits if axis[2] > 1]
 
     @cached_property
+    def _beyond_slots(self) -> Sequence[frozenset[str]]:
+        """For each of these axes, the dims for which it has rules beyond slots."""
+        rules = [rule for rule in self.candidate.layout.rules if rule.scope != "slots"]
+        return [frozenset(rule.dim for rule in rules if name in rule.axes) for name, *_ in self.axes]
+
+    @cached_property
     def group(self) -> Sequence[int]:
         """The sizes of these axes."""
         return [size for _, _, size in self.axes]
@@ -103,10 +109,10 @@ class NodeSplits:
     def _shared_options(self, node: Node, axis: int) -> Options:
         _, dims, size = self.axes[axis]
         staying = self._stationary(node, axis)
-        key = node, dims, size, staying
+        key = node, dims, self._beyond_slots[axis], size, staying
         options: Options | None = self.shared.get(key)
         if options is None:
-            options = self.shared[key] = Options.of(node, _possible(node, dims, size, staying))
+            options = self.shared[key] = Options.of(node, _possible(*key))
         return options
 
     def _stationary(self, node: Node, axis: int) -> tuple[int, str] | None:
@@ -181,13 +187,24 @@ class NodeSplits:
         unknown = node.smaller or (node.laid and node.product.sides_of_factors is None)
         if unknown or chip.peak(node.product.whole.dtype) is None:
             return np.zeros(len(cuts)), np.zeros(len(cuts))
-        moves = self.physics.block_edge > 0 and not chip.cmem_bytes
         sums = [n for n, s in enumerate(node.splits or ()) if s.output is None and not s.free]
         summed = [prod(c.get(n, 1) for n in sums) for c in cuts]
         traffic_of = {n: traffic(n) for n in set(summed)}
-        parts = (node.product.timed(chip, self.physics, c, moves, node.laid) for c in cuts)
-        busy, since_start = np.array([part.seconds(*traffic_of[n]) for part, n in zip(parts, summed, strict=True)]).T
+        parts = [self._part_seconds(node, c, traffic_of[n]) for c, n in zip(cuts, summed, strict=True)]
+        busy, since_start = np.array(parts).T
         return busy + chip.launch_seconds, since_start + chip.launch_seconds
+
+    def _part_seconds(self, node: Node, cuts: Mapping[int, int], traffic: ProductTraffic) -> tuple[float, float]:
+        """Seconds of one device's part of a product, and its earliest end if the program starts at 0; no launch."""
+        key = node, frozenset(cuts.items()), traffic
+        seconds: tuple[float, float] | None = self.shared.get(key)
+        if seconds is None:
+            assert node.product is not None
+            chip = self.candidate.slice.chip
+            moves = self.physics.block_edge > 0 and not chip.cmem_bytes
+            part = node.product.timed(chip, self.physics, cuts, moves, node.laid)
+            seconds = self.shared[key] = part.seconds(*traffic)
+        return seconds
 
     def _cuts(self, numbers: Sequence[int | None]) -> dict[int, int]:
         """Factor number -> number of parts, for one joint option."""
@@ -260,14 +277,20 @@ class NodeSplits:
 _NOTHING = (np.zeros(1), np.zeros(1))
 
 
-def _possible(node: Node, dims: frozenset[str], size: int, staying: tuple[int, str] | None) -> Sequence[Split | None]:
-    """The splits of a node by an axis of that size, which has rules for these dims; None for no split.
+def _possible(
+    node: Node, dims: Names, beyond_slots: Names, size: int, staying: tuple[int, str] | None
+) -> Sequence[Split | None]:
+    """The splits of a node by an axis of that size, which has rules for these dims, and for some `beyond_slots`; None
+    for no split.
 
     If a weight is stationary, only those that leave it split as it is, unless there are none.
     """
     if node.splits is None:
         return (None,)
-    splits = [s for s in node.splits if s.size % size == 0 and (s.reached is None or s.reached & dims)]
+    splits = [
+        s for s in node.splits
+        if s.size % size == 0 and (s.reached is None or s.reached & (dims if s.of_slots else beyond_slots))
+    ]  # fmt: skip
     if staying is not None and not any(s.free for s in splits):
         operand, dim = staying
         left = [s for s in splits if s.operands[operand] == dim]
