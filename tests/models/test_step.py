@@ -169,7 +169,7 @@ def test_an_unknown_optimizer_is_refused():
         train_step(preset("gpt2"), 2, 8, optimizer="adamww")
 
 
-@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", some(["int8", "fp8"], ["int8"]))
 def test_products_of_eight_bits_are_close_and_are_those_of_layers_alone(dtype):
     config = small("llama2-70b", 1)
     eight = config.replace(numerics=mtf.Numerics(precision=dtype))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import pytest
 
@@ -103,12 +104,17 @@ def test_a_lowering_chooses_nothing_that_bounds_leave_out() -> None:
     assert options
 
 
+@cache
+def two_layers() -> SearchProblem:
+    config = mtf.models.preset("llama3.1-8b").replace(layers=2, vocab=256)
+    return problem_of(lambda: mtf.models.train_step(config, 32, 2048, remat="full"), (), (), ())
+
+
 @pytest.mark.parametrize(("mesh", "rules"), [
     ("data:2;fsdp:4;model:2", "batch:data+fsdp;d_model:fsdp?;vocab:model;d_ff:model;length:model?"),
     ("fsdp:4;length:4", "batch:fsdp;d_model:fsdp?;length:length;d_model:length?"),
 ])  # fmt: skip
 def test_a_lowering_of_a_model_chooses_nothing_that_bounds_leave_out(mesh: str, rules: str) -> None:
-    config = mtf.models.preset("llama3.1-8b").replace(layers=2, vocab=256)
-    problem = problem_of(lambda: mtf.models.train_step(config, 32, 2048, remat="full"), (), (), ())
+    problem = two_layers()
     c = laid((), Slice("v5e-16"), mtf.Mesh(mesh), LayoutRules(rules), problem.named)
     assert min(left_out(problem, c)) > 0
