@@ -185,14 +185,6 @@ def test_products_of_eight_bits_are_close_and_are_those_of_layers_alone(dtype):
     assert "einsum" not in kinds
 
 
-def test_eight_bits_under_a_layout():
-    config = small("llama2-70b", 1).replace(numerics=mtf.Numerics(precision="int8"))
-    with mtf.Graph():
-        model = transformer(config, batch=4, length=8)
-        pairs = [("fsdp:2;tensor:2", layout("fsdp+tensor", config, "fsdp:2;tensor:2"))]
-        assert mtf.verify(model.loss, layouts=pairs, executor="exact").ok
-
-
 def test_collectives_are_of_values_that_listings_name():
     config = small("llama2-70b").replace(numerics=mtf.Numerics(activation_dtype="bfloat16"))
     mesh = "fsdp:2;tensor:2"
