@@ -48,7 +48,7 @@ def test_programs_of_the_property_tests(shard: int) -> None:
     # By default most are short, and several run as one: what takes long is to compile, not to run.
     rows = (
         (draws(2, 2000), 1, {"most": draws(5, 12)}),
-        (draws(60, 2000), TOGETHER, {"most": draws(1, 3), "least": 1}),
+        (draws(36, 2000), TOGETHER, {"most": draws(1, 3), "least": 1}),
     )
     for number, together, size in rows:
         found = settings(max_examples=number // together // SHARDS)(given(programs(**size, count=together))(check))
