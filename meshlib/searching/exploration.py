@@ -336,7 +336,7 @@ class Search:
         except LayoutError as fault:
             self.outcomes[n] = Outcome(c, REFUSED, bound, why=str(fault).splitlines()[-1].strip())
             return False
-        if not self._fits(n, held):
+        if not (self._fits(n, held) and self._fits(n, problem.needed_bytes(c))):
             return False
         first = self.seen.setdefault(problem.alike(c), n)
         if first != n:
@@ -454,7 +454,5 @@ class Search:
 
 
 def _too_large(c: Candidate, held: float) -> str:
-    return (
-        f"does not fit: at least {bytes_text(held)} of variables, slots and what is kept for the backward pass, "
-        f"HBM has {bytes_text(c.slice.usable_hbm_bytes_per_device)}"
-    )
+    capacity = c.slice.usable_hbm_bytes_per_device
+    return f"does not fit: needs at least {bytes_text(held)}, HBM has {bytes_text(capacity)}"

@@ -23,6 +23,7 @@ from meshlib.lowering import Session
 from meshlib.lowering.assigned import Subjects, stationary_axes
 from meshlib.models.stages import MICROBATCH
 from meshlib.searching.bounds.candidate import Bounds
+from meshlib.searching.bounds.least_memory import LeastMemory
 from meshlib.searching.outcomes import ESTIMATED, REFUSED, Figures, Outcome
 from meshlib.searching.roles import TensorClasses
 from meshlib.searching.space import Candidate, Choices
@@ -126,6 +127,7 @@ class SearchProblem:
     units: float
     _shapes: list[tuple[Any, str]] = field(default_factory=list)
     _bounds: dict[Session, Bounds] = field(default_factory=dict)  # of graphs with sizes that follow from a layout
+    _memory: dict[Session, LeastMemory] = field(default_factory=dict)
 
     @cached_property
     def named(self) -> tuple[str, ...]:
@@ -153,6 +155,17 @@ class SearchProblem:
         if session not in self._bounds:
             self._bounds[session] = self._bounds_of(session, True)
         return self._bounds[session]
+
+    def needed_bytes(self, c: Candidate) -> float:
+        """Lower bound on what the compiled step needs, at ten times the cost of `Bounds.held_bytes`.
+
+        Raises: LayoutError if the layout cannot shard a variable.
+        """
+        session = self.settled(c)
+        if session not in self._memory:
+            outputs, updates = session.asked
+            self._memory[session] = LeastMemory.of([*outputs.values()], updates)
+        return self._memory[session].needed_bytes(c.layout, c.mesh, self.compiler)
 
     def _bounds_of(self, session: Session, settled: bool) -> Bounds:
         mesh = dict.fromkeys(self.named, 1) or {"device": 1}

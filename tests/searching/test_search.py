@@ -232,8 +232,9 @@ def stack(remat: str = "none") -> tuple[Any, Any]:
     return {"loss": loss}, mtf.optimize.AdamOptimizer(0.1).minimize(loss)
 
 
-def test_memory_comes_first() -> None:
+def test_memory_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that does not fit is ranked before what fits, and the front has less memory the slower it gets."""
+    monkeypatch.setattr(SearchProblem, "needed_bytes", lambda *_: 0.0)  # or those that do not fit are not lowered
     found = mtf.search(stack, "v5e-4", axes=1, choices={"remat": ["none", "full"]}, seconds=None)
     assert 0 < sum(o.fits for o in found.ranking) < len(found.ranking)
     assert min(o.value for o in found.ranking if not o.fits) < found.best.value
@@ -251,6 +252,17 @@ def test_a_model_that_does_not_fit_says_so() -> None:
     assert not found.fits
     assert "nothing fits; every layout takes at least" in str(found)
     assert TOO_LARGE in {o.state for o in found.outcomes}
+
+
+def test_what_certainly_needs_too_much_is_not_lowered() -> None:
+    """The bound of memory before a lowering counts what is live while products run, and is no more than is needed."""
+    config = mtf.models.preset("llama2-7b").replace(layers=2, vocab=4096, d_model=512, d_ff=2048, heads=8, kv_heads=8)
+    problem = problem_of(lambda: mtf.models.train_step(config, 64, 1024, remat="full"), (), (), ())
+    space = [*candidates((), Slice("v5e-4"), roles_of(problem.tensors, problem.dims, problem.batch),
+                         problem.tensors.sizes, Fixed(LayoutRules(), {}), 1)]  # fmt: skip
+    assert sum(problem.needed_bytes(c) > problem.bounds.held_bytes(c) for c in space) > len(space) / 2
+    for c in space[:4]:
+        assert problem.needed_bytes(c) <= problem.estimate(c).memory.needed_bytes
 
 
 def test_time_runs_out_with_the_best_so_far_and_the_gap() -> None:
