@@ -92,6 +92,9 @@ class DeviceState(State):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.places: dict[str, NamedSharding] = {}
+        self._join()
+
+    def _join(self) -> None:
         if jax.process_count() > 1:
             self.processes = JaxProcesses(self.arrays)
 
@@ -113,6 +116,10 @@ class DeviceState(State):
         with self.lock, by_default():
             arrays = {n: x.copy() for n, x in self.arrays.items()}
         return {"seed": self.seed, "arrays": arrays, "slots": dict(self.slots), "places": dict(self.places)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._join()
 
 
 class OnJax(Simulation):

@@ -23,9 +23,8 @@ from tests.jax.examples_run import EXAMPLES
 from tests.jax.models import mlp, mlp_feeds
 
 
-def trained(program: mtf.Program, feeds: list[dict[str, np.ndarray]], folder: Path, name: str) -> None:
+def trained(run: mtf.jax.OnJax, feeds: list[dict[str, np.ndarray]], folder: Path, name: str) -> None:
     """Two steps, a checkpoint, a third step; then again from the checkpoint, which must be the same."""
-    run = mtf.on_jax(program, seed=3)
     losses = [float(run.step(fed)["loss"]) for fed in feeds[:2]]
     path = folder / f"{name}.safetensors"
     mtf.save(run, path)
@@ -43,12 +42,12 @@ def trained(program: mtf.Program, feeds: list[dict[str, np.ndarray]], folder: Pa
         _ = [run.state[n] for n in run.state]  # reading takes both
 
 
-def looped(folder: Path) -> None:
+def looped(begun: mtf.jax.OnJax, folder: Path) -> None:
     """`mtf.train` with a folder that both see: stopped after five steps, gone on with by runs of their own."""
-    program, fed = mlp("rows:2;cols:4", "batch:rows;hidden:cols"), mlp_feeds()
+    fed = mlp_feeds()
     options = {"folder": folder / "run", "save_every": 2, "keep": 2, "log_every": 2, "progress": False}
     for steps in (5, 8):
-        run = mtf.on_jax(program, seed=3)
+        run = copy.copy(begun)
         part = mtf.train(run, [fed[n % 3] for n in range(9)], steps, steps_per_run=2, **options)
         assert (part.step, part.stopped) == (steps, "steps")
     data = mtf.data.arrays({n: np.concatenate([f[n] for f in fed]) for n in fed[0]})
@@ -56,7 +55,7 @@ def looped(folder: Path) -> None:
     columns = data.source.columns
     object.__setattr__(data.source, "columns", lambda numbers: read.extend(numbers) or columns(numbers))
     size = len(fed[0]["x"])
-    other = mtf.on_jax(program, seed=3)
+    other = copy.copy(begun)
     mtf.train(other, data.batch(size).repeat(), 8, progress=False)  # each prepares the rows that its devices hold
     assert len(read) == 8 * size // 2, len(read)
     for variable in run.state:
@@ -83,8 +82,10 @@ def main(index: int, port: int, folder: Path, *names: str) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=index)
     assert (len(jax.devices()), len(jax.local_devices())) == (8, 4)
-    trained(mlp("rows:2;cols:4", "batch:rows;hidden:cols"), mlp_feeds(), folder, "mlp")
-    looped(folder)
+    begun = mtf.on_jax(mlp("rows:2;cols:4", "batch:rows;hidden:cols"), seed=3)
+    begun.compiled()  # for all copies
+    trained(copy.copy(begun), mlp_feeds(), folder, "mlp")
+    looped(begun, folder)
     for name in names:
         with open(folder / f"{name}.{index}.txt", "w") as out, redirect_stdout(out):
             assert EXAMPLES[name](folder, "--on", "jax") == 0
