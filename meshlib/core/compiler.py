@@ -21,7 +21,7 @@ PARTITIONERS = ("explicit", "gspmd")
 ROW_SUMS = ("scatter", "scatter 2025")
 # Collectives that a SparseCore can run: those with a compiler flag of their own.
 OFFLOADED = ("all_gather", "reduce_scatter", "all_reduce")
-_FLAGS = ("stationary_weights", "unrolled_loops", "whole_torus_axes", "slice_jitter", "bias_lookups")
+_FLAGS = ("stationary_weights", "unrolled_loops", "whole_torus_axes", "slice_jitter", "bias_lookups", "torus_sums")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -54,6 +54,9 @@ class Compiler(Brief):
         products with ones, as `mtf.layers.moe` writes them.
       row_sums: how rows are added up at positions, as in the gradient of a lookup: "scatter" sorts them and adds them
         on one core, "scatter 2025" as compilers did until 2025, which took three times as long.
+      torus_sums: an all_gather or reduce_scatter over a whole torus of three axes that wrap runs as an all_reduce: each
+        device sums blocks surrounded by zeros, or keeps one block of the sum. libtpu compiles them so (seen
+        for v5p) unless a flag keeps them (xla_tpu_prefer_async_allgather_to_allreduce); not in windowed einsums.
       sparse_core_collectives: kinds of collectives offloaded to SparseCores on chips that have them, of "all_gather",
         "reduce_scatter" and "all_reduce": the TensorCore loses no time to these. Chips without SparseCores run them
         on the TensorCore.
@@ -88,6 +91,7 @@ class Compiler(Brief):
     ragged_tile_width: int = 1024
     bias_lookups: bool = False
     row_sums: str = "scatter"
+    torus_sums: bool = False
     sparse_core_collectives: tuple[str, ...] = ()
     partitioner: str = "explicit"
 

@@ -50,6 +50,8 @@ _LOSS_BLOCKS: tuple[tuple[str, int], ...] = (
 _BOUNDED = r"ironwood/[^/]+/[48]k-fp8"
 # Recipes that leave the gradient of sorted tokens to JAX, without `use_custom_sort_vjp`.
 _SORTED_BY_JAX = r"v5p/(Llama4|Mixtral)"
+# Recipes with JAX 0.7.0, whose libtpu (0.0.19.1) sums blocks over a whole torus, and without a flag that keeps gathers.
+_TORUS_SUMS = r"v5p/(DeepSeek3|Llama3\.1-405B|Llama4-Scout)"
 
 
 def with_kernels(row: Row, slice_: Slice) -> tuple[Slice, tuple[str, ...]]:
@@ -89,6 +91,15 @@ def row_sums(row: Row) -> str:
     ('scatter', 'gather')
     """
     return "scatter" if re.search(_SORTED_BY_JAX, _file(row)) else "gather"
+
+
+def torus_sums(row: Row) -> bool:
+    """`Compiler.torus_sums` of the recipe of a row.
+
+    >>> torus_sums({"source": {"file": "training/v5p/DeepSeek3-671B-MaxText"}}), torus_sums({"source": "a talk"})
+    (True, False)
+    """
+    return bool(re.search(_TORUS_SUMS, _file(row)))
 
 
 def bound(row: Row) -> float | None:

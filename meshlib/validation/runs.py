@@ -24,7 +24,7 @@ from meshlib.validation.experts import experts_of, with_experts
 from meshlib.validation.machine import axes_of, slice_of
 from meshlib.validation.measured import flops_per_token, local_layers, measured, parameters
 from meshlib.validation.policies import NOTHING_TWICE, NotExpressed, Policy, lightest, policy_in, policy_of
-from meshlib.validation.recipes import bound, loss_blocks, with_kernels
+from meshlib.validation.recipes import bound, loss_blocks, torus_sums, with_kernels
 from meshlib.validation.submissions import UNKNOWN, Submission, submission_of
 
 FILE = Path(__file__).with_name("published_results.json")
@@ -58,6 +58,7 @@ class Run:
       measured_seconds: measured time of both.
       experts: the mixtures of experts, or None.
       loss_blocks: parts of each sequence whose logits and loss are computed one after the other.
+      torus_sums: `Compiler.torus_sums`.
       submission: facts about its software from outside the row.
       apart: why the row does not measure the model, or ""; assumed: assumptions on what the row left open.
     """
@@ -82,6 +83,7 @@ class Run:
     measured_seconds: float
     experts: Experts | None = None
     loss_blocks: int = 1
+    torus_sums: bool = False
     submission: Submission = UNKNOWN
     apart: str = ""
     assumed: tuple[str, ...] = ()
@@ -200,7 +202,7 @@ def run_of(row: Row) -> Run:
     )
     experts, routed = experts_of(row, model)
     blocks, in_parts = loss_blocks(row)
-    run = replace(run, experts=experts, loss_blocks=blocks)
+    run = replace(run, experts=experts, loss_blocks=blocks, torus_sums=torus_sums(row))
     padded = _padded(run)
     policy, why = _policy(row, run)
     counted = (*counted, *submission.facts)
@@ -370,7 +372,8 @@ def _software(run: Run) -> tuple[str, ...]:
     sums = ("gradients of sorted tokens added row by row, by a compiler of 2025",) if run.row_sums != "scatter" else ()
     gathered = ("sharded weights gathered in bfloat16 (not verified)",) if narrow else ()
     bounded = (f"scales for magnitudes up to {run.bound:g} as its recipe fixes them",) if run.bound else ()
-    return (*noise, *biases, *sums, *gathered, *bounded)
+    torus = ("gathers over a whole torus sent as all_reduces, by a compiler of 2025",) if run.torus_sums else ()
+    return (*noise, *biases, *sums, *gathered, *bounded, *torus)
 
 
 def _policy(row: Row, run: Run) -> tuple[Policy, tuple[str, ...]]:

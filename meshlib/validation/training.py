@@ -62,6 +62,7 @@ def compiler_of(run: Run, compiler: Compiler = XLA_TPU) -> Compiler:
         unrolled_loops=compiler.unrolled_loops or run.encoder,
         rounding_noise_bytes=NOISE_BYTES if run.noisy else 0,
         row_sums=run.row_sums,
+        torus_sums=run.torus_sums,
         bias_lookups=compiler.bias_lookups or run.looks_up_biases,
     )
 

@@ -120,6 +120,7 @@ def test_json_has_it(capsys):
     [("name", ""), ("overlap", "some"), ("stationary_weights", 1), ("unrolled_loops", "no"), ("slice_jitter", None),
      ("step_overhead_seconds", -1), ("step_overhead_seconds", float("nan")), ("rounding_noise_bytes", -4),
      ("rounding_noise_bytes", 0.5), ("partitioner", "jit"), ("whole_torus_axes", 2), ("bias_lookups", 1),
+     ("torus_sums", None),
      ("row_sums", "sorted"), ("sparse_core_collectives", "all_gather"), ("sparse_core_collectives", ("broadcast",))],
 )  # fmt: skip
 def test_values_that_a_field_cannot_have(field, bad):

@@ -49,6 +49,7 @@ def stated(run: Run) -> mtf.Compiler:
         rounding_noise_bytes=4 if run.precision == "int8" else 0,
         row_sums=row_sums(run),
         bias_lookups="gpt-oss" in run.name or "gptoss" in run.name,
+        torus_sums=run.name in ("rc-v5p-llama4-scout", "rc-v5p-llama3.1-405b", "rc-v5p-dsv3"),
     )
 
 

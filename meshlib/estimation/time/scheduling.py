@@ -260,7 +260,9 @@ class _SchedulePass:
         kernel = self._summed_kernel(unit, move) if unit.chained else None
         if kernel is not None:
             ready = kernel.start + kernel.seconds / move.group
-        cost = self.network.cost(move)
+        in_pieces = unit.chained and self.compiler.cuts_in_pieces(move.larger_bytes)
+        compiled = self.network.as_sum(move) if self.compiler.torus_sums and not in_pieces else move
+        cost = self.network.cost(compiled)
         event = self._send(unit, move, cost, ready)
         if kernel is not None:
             end = kernel.end + event.seconds / move.group
@@ -269,11 +271,14 @@ class _SchedulePass:
         elif self.overlap != "none" and not unit.chained and not self.compiler.offloads(move.kind, self.times.chip):
             self.owed_seconds += self.times.physics.early_exposed * cost.on_wire.seconds
         if self.overlap != "none":
-            self.hbm.owe(hbm_seconds(self.times.chip, COLLECTIVE_KINDS[move.kind].hbm_passes * move.larger_bytes))
+            once = hbm_seconds(self.times.chip, move.larger_bytes)
+            self.hbm.owe(COLLECTIVE_KINDS[compiled.kind].hbm_passes * once)
+            if compiled is not move and STEP_KINDS[move.kind].gathers:
+                self.owed_seconds += once  # a kernel writes the zeros around each block
         self.sent[len(self.schedule.events) - 1] = unit.outputs
         for y in unit.outputs:
             self.ready[y] = event.end
-            if STEP_KINDS[move.kind].gathers and unit.chained and self.compiler.cuts_in_pieces(move.larger_bytes):
+            if STEP_KINDS[move.kind].gathers and in_pieces:
                 self.pieces[y] = event
 
     def _send(self, unit: Unit, move: Communication, cost: Cost, ready: float) -> Event:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple, TypeAlias
 
 from hardware.checks import HardwareError
@@ -102,6 +103,17 @@ class Network:
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
         self._prices: dict[tuple[str, tuple[str, ...], int], Cost] = {}
+
+    def as_sum(self, move: Communication) -> Communication:
+        """An all_gather or reduce_scatter over a whole torus of three axes that wrap as an all_reduce, any other
+        collective as it is; see `Compiler.torus_sums`."""
+        slice_ = self.placement.slice
+        if move.kind not in ("all_gather", "reduce_scatter") or len(slice_.wrap) < 3 or not all(slice_.wrap):
+            return move
+        factors = self.placement.of(move.axes)
+        chips = prod(f.size for f in factors if f.place >= 0)
+        whole = chips == prod(slice_.torus_shape) and all(f.place != DCN for f in factors)
+        return replace(move, kind="all_reduce") if whole else move
 
     def cost(self, move: Communication) -> Cost:
         """Modelled time of a collective alone on the network."""
