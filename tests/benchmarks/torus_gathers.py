@@ -13,11 +13,12 @@ import os
 import re
 from typing import Any
 
-for name, value in (
-    ("JAX_PLATFORMS", "cpu"), ("TPU_SKIP_MDS_QUERY", "1"), ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
-    ("TPU_ACCELERATOR_TYPE", "v4-8"), ("TPU_WORKER_HOSTNAMES", "localhost"), ("TPU_WORKER_ID", "0"),
-):  # fmt: skip
-    os.environ.setdefault(name, value)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v4-8")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+os.environ.setdefault("TPU_WORKER_ID", "0")
 
 import jax
 import jax.numpy as jnp
