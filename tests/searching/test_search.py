@@ -234,8 +234,10 @@ def stack(remat: str = "none") -> tuple[Any, Any]:
 
 def test_memory_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that does not fit is ranked before what fits, and the front has less memory the slower it gets."""
-    monkeypatch.setattr(SearchProblem, "needed_bytes", lambda *_: 0.0)  # or those that do not fit are not lowered
-    found = mtf.search(stack, "v5e-4", axes=1, choices={"remat": ["none", "full"]}, seconds=None)
+    choices = {"remat": ["none", "full"]}
+    assert all(o.fits for o in mtf.search(stack, "v5e-4", axes=1, choices=choices, seconds=None).ranking)
+    monkeypatch.setattr(SearchProblem, "needed_bytes", lambda *_: 0.0)  # so that some that do not fit are lowered
+    found = mtf.search(stack, "v5e-4", axes=1, choices=choices, seconds=None)
     assert 0 < sum(o.fits for o in found.ranking) < len(found.ranking)
     assert min(o.value for o in found.ranking if not o.fits) < found.best.value
     fits = [o.fits for o in found.ranking]
