@@ -1,4 +1,4 @@
-"""Plans of 36 models beside what the TPU compiler makes of them: bytes by collective, differences by name, peaks.
+"""Plans of 44 models beside what the TPU compiler makes of them: bytes by collective, differences by name, peaks.
 
     python tests/benchmarks/compiled_cases.py [NAME ...] [--keep FOLDER] [--differences]
 
@@ -46,9 +46,9 @@ def model(config: Any, make: Callable[[Any], Any], mesh: str, layout: str, named
     return build
 
 
-def train(preset: str, mesh: str, layout: str, batch: int, length: int) -> Build:
+def train(preset: str, mesh: str, layout: str, batch: int, length: int, **options: Any) -> Build:
     """A training step with AdamW and full rematerialisation."""
-    return model(mtf.models.preset(preset), lambda c: mtf.models.train_step(c, batch, length), mesh, layout)
+    return model(mtf.models.preset(preset), lambda c: mtf.models.train_step(c, batch, length, **options), mesh, layout)
 
 
 def images(preset: str, mesh: str, batch: int) -> Build:
@@ -85,6 +85,7 @@ def network(mesh: str, layout: str, batch: int) -> Build:
     return build
 
 
+STAGES = mtf.models.Pipeline(stages=4, microbatches=8)
 CASES: dict[str, tuple[Build, str]] = {
     "network fsdp": (network("fsdp:16", "batch:fsdp;x:fsdp?;y:fsdp?", 32768), "v4-32"),
     "network fsdp+tensor": (network("data:4;model:4", "batch:data;x:data?;y:data?;h:model", 8192), "v5e-16"),
@@ -126,6 +127,18 @@ CASES: dict[str, tuple[Build, str]] = {
     "unseen llama2-7b decode": (decode("llama2-7b", "tensor:4", "tensor", 16, 4096), "v4-8"),
     "unseen gemma3-12b decode": (decode("gemma3-12b", "data:2;tensor:4", "data+tensor", 32, 8192), "v6e-8"),
     "unseen gpt-oss-20b decode": (decode("gpt-oss-20b", "expert:8", "expert", 64, 1024), "v6e-8"),
+    # Drawn later, as the others:
+    "unseen llama2-13b pipeline+fsdp": (
+        train("llama2-13b", "pipe:4;fsdp:4", "pipeline+fsdp", 32, 2048, pipeline=STAGES),
+        "v5p-2x2x4",
+    ),
+    "unseen maxtext-16b fsdp": (train("maxtext-16b", "fsdp:32", "fsdp", 32, 2048), "v4-64"),
+    "unseen llama2-13b prompts": (prefill("llama2-13b", "tensor:8", "tensor", 8, 4096), "v6e-8"),
+    "unseen t5-large prompts": (prefill("t5-large", "data:2;tensor:4", "data+tensor", 32, 512, 512), "v5e-8"),
+    "unseen llama3-70b decode": (decode("llama3-70b", "data:2;tensor:8", "data+tensor", 64, 8192), "v5p-2x2x4"),
+    "unseen palm-8b decode": (decode("palm-8b", "data:2;tensor:4", "data+tensor", 64, 2048), "v5e-8"),
+    "unseen llama4-scout decode": (decode("llama4-scout", "expert:16", "expert", 64, 8192), "v5p-2x2x4"),
+    "unseen gpt2-medium decode": (decode("gpt2-medium", "data:4", "data", 128, 1024), "v6e-4"),
 }
 
 
