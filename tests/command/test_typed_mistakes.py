@@ -100,7 +100,7 @@ MISTAKES = {
     ),
     "a layout misspelt, without a mesh": ("plan gpt2 --slice v5e-8 --layout fsdpp", "did you mean 'fsdp'"),
     "a layout of a function by name": ("explain net.py --layout fsdp@data:8", "give rules, such as batch:data"),
-    "a layout of images misspelt": ("plan resnet-50 --slice v3-8 --layout dta@data:8", "did you mean 'data'"),
+    "a layout of images misspelt": ("plan resnet-18 --slice v3-8 --layout dta@data:8", "did you mean 'data'"),
     "a dim misspelt": ("explain net.py --layout bach:data@data:8", "did you mean 'batch'"),
     "an axis misspelt": ("explain net.py --layout batch:dta@data:8", "dta"),
     "a layout without a mesh": ("plan gpt2 --slice v5e-8 --layout fsdp", "say on which mesh"),
@@ -181,7 +181,7 @@ MISTAKES = {
     "a report on two slices": ("report gpt2 --slice v5e-8,v6e-8 --out a.html", "only meshlib plan takes several"),
     "a report without an end": ("report gpt2 --slice v5e-8 --out plan", "name it plan.html"),
     "a check in no file": ("init gpt2 --slice v5e-8 --out tests", "name it tests.py"),
-    "one layout beside none": ("compare gpt2 --slice v5e-8 --layout fsdp@fsdp:8", "at least two --layout"),
+    "one layout beside none": ("compare net.py --slice v5e-8 --layout batch:a@a:8", "at least two --layout"),
     "a load without its rate": ("serve gpt2 --slice v5e-8 --prompts 20 --outputs 10", "give --rate or --trace"),
     "a load in words": ("serve gpt2 --slice v5e-8 --rate 20 --prompts x --outputs 20", '"100-2000" (all alike)'),
     "a trace into a folder": ("trace net.py --slice v5e-8 --layout batch:a@a:8 --out .", ". is a folder; name a file"),
@@ -213,17 +213,9 @@ MISTAKES = {
         "search gpt2 --slice v5e-8 --fix batch=data",
         "--fix: 'batch=data' has no ':'",
     ),
-    "a fixed dim misspelt": (
-        "search gpt2 --slice v5e-8 --fix btch:data",
-        "--fix has a rule for dim 'btch', which the program does not have; did",
-    ),
     "a forbidden dim misspelt": (
-        "search gpt2 --slice v5e-8 --forbid dmodel",
-        "--forbid has dim 'dmodel', which the program does not have; did you mean 'd_model'?",
-    ),
-    "sizes that do not divide": (
-        "search gpt2 --slice v5e-8 --fix batch:data --sizes data:3",
-        "--sizes take 3 devices",
+        "search net.py --slice v5e-8 --forbid hiden",
+        "--forbid has dim 'hiden', which the program does not have; did you mean 'hidden'?",
     ),
     "an objective misspelt": ("search net.py --slice v5e-8 --objective stepseconds", "did you mean 'step_seconds'?"),
     "values tried and given": (
