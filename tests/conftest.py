@@ -98,12 +98,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
-    """No later collection looks at what a test leaves; young objects are collected once a process is large."""
+    """No later collection looks at what a test leaves; once a process is large, the garbage among it is collected."""
     yield
-    if gc.get_threshold()[0] == 0:
-        gc.freeze()
-        if _is_large():
-            gc.set_threshold(20_000, 20, 10)
+    if _is_large():
+        gc.set_threshold(20_000, 20, 10)
+        gc.collect()  # traverses what this test has made: all else is frozen
+    gc.freeze()
 
 
 def _is_large() -> bool:
