@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 from hardware.checks import HardwareError
 from hardware.chips import Chip
+from hardware.collective_kinds import COLLECTIVE_KINDS
 from hardware.network import Cost, Demand, collective_cost, priced_factorings
 from hardware.placement import DCN, Placement, placements
 from hardware.slices import Slice
@@ -30,6 +31,8 @@ ROUNDING = 1 + 1e-12
 # Three or more mesh axes have thousands of placements on a large torus. Each cut of a torus axis makes groups share
 # links, so above this number only placements with at most one cut more than necessary are priced.
 MANY_PLACEMENTS = 100
+
+ALL_REDUCE = COLLECTIVE_KINDS["all_reduce"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +111,13 @@ class Network:
         """An all_gather or reduce_scatter over a whole torus of three axes that wrap as an all_reduce, any other
         collective as it is; see `Compiler.torus_sums`."""
         slice_ = self.placement.slice
-        if move.kind not in ("all_gather", "reduce_scatter") or len(slice_.wrap) < 3 or not all(slice_.wrap):
+        half = {*COLLECTIVE_KINDS[move.kind].phases} < {*ALL_REDUCE.phases}
+        if not half or len(slice_.wrap) < 3 or not all(slice_.wrap):
             return move
         factors = self.placement.of(move.axes)
         chips = prod(f.size for f in factors if f.place >= 0)
         whole = chips == prod(slice_.torus_shape) and all(f.place != DCN for f in factors)
-        return replace(move, kind="all_reduce") if whole else move
+        return replace(move, kind=ALL_REDUCE.name) if whole else move
 
     def cost(self, move: Communication) -> Cost:
         """Modelled time of a collective alone on the network."""
