@@ -52,9 +52,9 @@ class Report:
 def check(
     rules: RulesLike,
     mesh: MeshLike,
-    tensors: Iterable[tuple[str, ShapeLike, str]],
+    tensors: Iterable[tuple[object, ShapeLike, str]],
     known_dims: Iterable[str] | None = None,
-    inner: Iterable[tuple[str, ShapeLike, str]] = (),
+    inner: Iterable[tuple[object, ShapeLike, str]] = (),
     splitting: Iterable[str] = (),
     derived: Iterable[str] = (),
 ) -> Report:
@@ -63,7 +63,7 @@ def check(
     Args:
       rules: the layout.
       mesh: the mesh.
-      tensors: (label, shape, scope) of each tensor.
+      tensors: (label, shape, scope) of each tensor; labels are made text only where a fault or note names them.
       known_dims: further names that rules may have; none by default.
       inner: tensors that need not fit, such as those internal to a library function. A rule that does not fit them is a
         note, since `LayoutRules.fitting` drops it, unless its dim occurs only in such tensors and it fits none of them.
@@ -82,7 +82,7 @@ def check(
     foreign = _unknown_names(rules, mesh, known, usage.faults)
     notes = [f"{text}; it splits nothing here, as its '?' allows" for text in dict.fromkeys(foreign)]
     notes += _notes(rules, mesh, usage, known)
-    faults_with_labels = tuple((fault, tuple(dict.fromkeys(labels))) for fault, labels in usage.faults.items())
+    faults_with_labels = tuple((fault, _texts(labels)) for fault, labels in usage.faults.items())
     return Report(tuple(_with_tensors(*item) for item in faults_with_labels), tuple(notes), faults_with_labels)
 
 
@@ -90,8 +90,8 @@ def check(
 class _Usage:
     """Faults of a program's tensors under a layout, with labels of the tensors; and the rules, axes and dims in use."""
 
-    faults: dict[RuleFault, list[str]] = field(default_factory=dict)
-    misfits: dict[RuleFault, list[str]] = field(default_factory=dict)  # faults of inner tensors
+    faults: dict[RuleFault, list[object]] = field(default_factory=dict)
+    misfits: dict[RuleFault, list[object]] = field(default_factory=dict)  # faults of inner tensors
     rules: set[Rule] = field(default_factory=set)
     axes: set[str] = field(default_factory=set)
     dims: dict[str, None] = field(default_factory=dict)  # names, in order
@@ -106,8 +106,8 @@ def _unknown_axes(rules: LayoutRules, mesh: Mesh) -> list[RuleFault]:
 def _usage(
     rules: LayoutRules,
     mesh: Mesh,
-    tensors: Iterable[tuple[str, ShapeLike, str]],
-    inner: Iterable[tuple[str, ShapeLike, str]],
+    tensors: Iterable[tuple[object, ShapeLike, str]],
+    inner: Iterable[tuple[object, ShapeLike, str]],
     splitting: Iterable[str],
     own: set[str],
 ) -> _Usage:
@@ -118,9 +118,10 @@ def _usage(
     seen: dict[tuple[Shape, str], tuple[RuleFault, ...]] = {}  # most tensors have the layout of an earlier one
     for into, (label, given, scope) in chain(zip(repeat(usage.faults), tensors), zip(repeat(usage.misfits), inner)):
         shape = given if isinstance(given, Shape) else Shape(given)
-        if into is usage.faults:
-            own.update(shape.names)
-        if (shape, scope) not in seen:
+        wrong = seen.get((shape, scope))
+        if wrong is None:
+            if into is usage.faults:  # these come first
+                own.update(shape.names)
             usage.dims.update(dict.fromkeys(shape.names))
             holding = {rule for name in shape.names for rule in rules.for_dim(name, scope)}
             usage.rules |= holding
@@ -128,7 +129,7 @@ def _usage(
             usage.axes.update(axis for entry in axes for axis in entry)
             followed |= holding - {fault.rule for fault in wrong}
             seen[shape, scope] = wrong
-        for fault in seen[shape, scope]:
+        for fault in wrong:
             into.setdefault(fault, []).append(label)
     for fault in [f for f in usage.misfits if f in usage.faults or (f.rule not in followed and _dim(f) not in own)]:
         usage.faults.setdefault(fault, []).extend(usage.misfits.pop(fault))
@@ -141,7 +142,7 @@ def _dim(fault: RuleFault) -> str | None:
 
 
 def _unknown_names(
-    rules: LayoutRules, mesh: Mesh, known: dict[str, None], faults: dict[RuleFault, list[str]]
+    rules: LayoutRules, mesh: Mesh, known: dict[str, None], faults: dict[RuleFault, list[object]]
 ) -> list[str]:
     """Unknown names in optional rules, as notes; unknown names in other rules are added to the faults."""
     foreign: list[str] = []
@@ -180,7 +181,7 @@ def _notes(rules: LayoutRules, mesh: Mesh, usage: _Usage, known: dict[str, None]
     ]
     return notes + [
         f"{fault.what}: {fault.remedy.partition('. ')[0]}. Nobody named this size of these tensors, which are "
-        f"split as far as it fits: {some(list(dict.fromkeys(labels)))}"
+        f"split as far as it fits: {some(_texts(labels))}"
         for fault, labels in usage.misfits.items()
     ]
 
@@ -197,6 +198,11 @@ def _why_unused(rule: Rule, present: dict[str, None]) -> str:
     if rule.scope is None:
         return f"scoped rules replace it wherever {rule.dim!r} occurs"
     return f"no tensor in its scope has dimension {rule.dim!r}"
+
+
+def _texts(labels: Iterable[object]) -> tuple[str, ...]:
+    """Labels as text, each once."""
+    return tuple(dict.fromkeys(map(str, labels)))
 
 
 def _with_tensors(fault: RuleFault, labels: tuple[str, ...]) -> str:

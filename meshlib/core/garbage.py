@@ -22,6 +22,7 @@ T = TypeVar("T")
 SHARE = 2  # collect when 1 / SHARE as many objects, or bytes, were added as were alive
 LEAST_OBJECTS = 500_000  # least number of new objects for a collection: a few tens of MB
 OBJECTS_OF_A_COMMAND = 20_000_000  # the same for a process that ends with one answer: about 2 GB
+YOUNG_OBJECTS_OF_A_COMMAND = 100_000  # that it makes outside of planning before the youngest are traversed: about 10 MB
 FEW_OBJECTS = 10_000  # traversed within a millisecond: these stay in the youngest generation
 LEAST_BYTES = 32 * 2**20  # least bytes of constants for a collection: a graph of few operations may have large ones
 
@@ -71,6 +72,7 @@ _joined = _NewObjects()
 def collect_rarely() -> None:
     """Collect only after `OBJECTS_OF_A_COMMAND` new objects: for a process that ends with one answer."""
     _joined.least_objects = OBJECTS_OF_A_COMMAND
+    gc.set_threshold(YOUNG_OBJECTS_OF_A_COMMAND, *gc.get_threshold()[1:])
 
 
 def held(holder: object, byte_count: int) -> None:

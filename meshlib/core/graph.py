@@ -212,16 +212,17 @@ class Operation:
     source: str
     owner: Operation | None = None
     outputs: tuple[Tensor, ...] = ()
+    output: Tensor = field(init=False)  # the first; most operations have only one
+    loop: LoopRecord | None = field(init=False)  # the loop record, if this is a loop
 
-    @property
-    def output(self) -> Tensor:
-        """The first output; most operations have only one."""
-        return self.outputs[0]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loop", self.attrs.get("loop"))
 
-    @property
-    def loop(self) -> LoopRecord | None:
-        """The loop record, if this is a loop."""
-        return self.attrs.get("loop")
+    def make(self, outputs: tuple[Tensor, ...]) -> None:
+        """Set the outputs, which refer to this operation."""
+        object.__setattr__(self, "outputs", outputs)
+        if outputs:
+            object.__setattr__(self, "output", outputs[0])
 
     @property
     def public_outputs(self) -> tuple[Tensor, ...]:
@@ -312,14 +313,16 @@ class Graph(Shown):
         _graphs.reset(self._tokens.pop())
 
     def __getstate__(self) -> dict[str, Any]:
-        rows = [[getattr(op, f.name) for f in fields(Operation)] for op in self.operations]
+        rows = [[getattr(op, f.name) for f in fields(Operation) if f.init] for op in self.operations]
         # An unpickled graph is not an active context.
         return {**vars(self), "_tokens": [], "rows": rows}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for op, row in zip(state["operations"], state.pop("rows"), strict=True):
-            for f, value in zip(fields(Operation), row, strict=True):
+            for f, value in zip([f for f in fields(Operation) if f.init], row, strict=True):
                 object.__setattr__(op, f.name, value)
+            op.__post_init__()
+            op.make(op.outputs)
         vars(self).update(state)
 
     def __copy__(self) -> Graph:
@@ -398,8 +401,7 @@ class Graph(Shown):
         op = Operation(full, kind, tuple(inputs), attrs, self, region, source_line(), owner)
         parts = [*range(len(types) - len(last_outputs)), *last_outputs]
         names = [f"{full}:{part}" if i else full for i, part in enumerate(parts)]
-        outputs = tuple(Tensor(n, _interned(t.shape), t.dtype, op) for n, t in zip(names, types, strict=True))
-        object.__setattr__(op, "outputs", outputs)
+        op.make(tuple([Tensor(n, _interned(t.shape), t.dtype, op) for n, t in zip(names, types, strict=True)]))
         self.operations.append(op)
         record(op)
         return op

@@ -195,11 +195,10 @@ class ResolvedGraph:
         attrs = {name: self._value(value) for name, value in op.attrs.items()}
         owner = None if op.owner is None else self.operations[op.owner]
         copy = Operation(op.name, op.opdef, inputs, attrs, graph, op.region, op.source, owner)
-        outputs = tuple(Tensor(y.name, t.shape, t.dtype, copy) for y, t in zip(op.outputs, types, strict=True))
-        object.__setattr__(copy, "outputs", outputs)
+        copy.make(tuple(Tensor(y.name, t.shape, t.dtype, copy) for y, t in zip(op.outputs, types, strict=True)))
         graph.operations.append(copy)
         self.operations[op] = copy
-        self.tensors.update(zip(op.outputs, outputs, strict=True))
+        self.tensors.update(zip(op.outputs, copy.outputs, strict=True))
 
     def _joins_dims(self, op: Operation, inputs: Sequence[Tensor]) -> bool:
         """True if an operation only renames dims that are one dim here, or sorts rows of one sorted run."""

@@ -32,18 +32,23 @@ def source_line() -> str:
     Without a frame of the user, as at the command line, the line of the library's model that creates the operation,
     such as `models/blocks.py:31`; otherwise "unknown line", as for a function of this package in a thread pool.
     """
-    return users_line() or _model_line()
+    given = _given.get()
+    if given is not None and given[1] is None:
+        return given[0]
+    frame, model = _innermost()
+    if given is not None and frame is given[1]:
+        return given[0]
+    if frame is not None:
+        return f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"
+    if model is None:
+        return UNKNOWN_LINE
+    return f"models/{model.f_code.co_filename.removeprefix(_MODELS).replace(os.sep, '/')}:{model.f_lineno}"
 
 
 def users_line() -> str:
     """`source_line` where it is the user's; otherwise ""."""
     given = _given.get()
-    if given is not None and given[1] is None:
-        return given[0]
-    frame = _user_frame()
-    if given is not None and frame is given[1]:
-        return given[0]
-    return "" if frame is None else f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return source_line() if (given is not None and given[1] is None) or _innermost()[0] is not None else ""
 
 
 @contextlib.contextmanager
@@ -67,7 +72,7 @@ def written_at(position: str, default: bool = False) -> Iterator[None]:
     """
     if not isinstance(position, str) or not position:
         raise GraphError(f"written_at: expected a position such as 'model.py:12', got {position!r:.80}")
-    token = _given.set((position, _user_frame() if default else None))
+    token = _given.set((position, _innermost()[0] if default else None))
     try:
         yield
     finally:
@@ -81,29 +86,35 @@ def is_users(frame: FrameType) -> bool:
     return bool(shown_file(code.co_filename)) and not code.co_qualname.startswith("__create_fn__.")
 
 
-def _user_frame() -> FrameType | None:
-    """The innermost frame of the user's code; None for calls from the command `meshlib`."""
+def _innermost() -> tuple[FrameType | None, FrameType | None]:
+    """The innermost frame of the user's code, None for calls from the command; and the innermost of a model, if any."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not (shown_file(frame.f_code.co_filename) and is_users(frame)):  # the first is cached
-        if frame.f_code.co_filename == _COMMAND:
-            return None
-        frame = frame.f_back
-    return frame
-
-
-def _model_line() -> str:
-    """The innermost line of a model of this package, `models/file.py:12`, or "unknown line"."""
-    frame: FrameType | None = sys._getframe(1)
+    model = None
     while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(_MODELS):
-            return f"models/{file.removeprefix(_MODELS).replace(os.sep, '/')}:{frame.f_lineno}"
+        role = _role(frame.f_code.co_filename)
+        if role is _COMMAND:
+            break
+        if role is _USER and is_users(frame):
+            return frame, model
+        if role is _MODELS and model is None:
+            model = frame
         frame = frame.f_back
-    return UNKNOWN_LINE
+    return None, model
+
+
+@functools.cache
+def _role(file: str) -> str:
+    """What frames of a file run: `_USER`, `_MODELS` or `_COMMAND`; "" for other parts of the library and of Python."""
+    if file == _COMMAND:
+        return _COMMAND
+    if file.startswith(_MODELS):
+        return _MODELS
+    return _USER if shown_file(file) else ""
 
 
 # The path in frames, which stays right in archives and for relocated compiled files.
-_PACKAGE = os.path.dirname(os.path.dirname(_user_frame.__code__.co_filename))
+_PACKAGE = os.path.dirname(os.path.dirname(source_line.__code__.co_filename))
+_USER = "user"
 _MODELS, _COMMAND = os.path.join(_PACKAGE, "models", ""), os.path.join(_PACKAGE, "command", "__init__.py")
 _NUMPY, _LIBRARY = os.path.dirname(np.__file__), os.path.dirname(contextlib.__file__)
 _FOLDERS = (*(os.path.join(os.path.dirname(_PACKAGE), name, "") for name in OWN), os.path.join(_NUMPY, ""))

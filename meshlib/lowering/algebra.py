@@ -37,6 +37,13 @@ class Sum:
         dim_of_name = {d.name: d for part in self.parts for t in part for d in t.shape}
         return tuple(d for name, d in dim_of_name.items() if name not in self.over)
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.attrs, self.operands, self.over))
+
+    def __hash__(self) -> int:
+        return self._hash
+
 
 Factor: TypeAlias = Tensor | Sum
 Powers: TypeAlias = dict[Factor, int]

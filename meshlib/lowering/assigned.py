@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Region: TypeAlias = str | None  # None: all regions
 NO_RULES = LayoutRules()
-Entry: TypeAlias = tuple[str, Shape, str]  # (label, shape, scope) of a tensor
+Entry: TypeAlias = tuple[object, Shape, str]  # (label, shape, scope) of a tensor
 
 
 class Traits(NamedTuple):
@@ -187,7 +187,7 @@ class Subjects:
         chosen = self.names if graph.named_dims is None else {d.name for d in graph.named_dims}
         self.derived = self.names - chosen
         self._judged = [
-            ((_label(op, y), y.shape, scope_of(y)), is_inner(y), op.output if self._follows(op) else None)
+            ((_Label(op, y), y.shape, scope_of(y)), is_inner(y), op.output if self._follows(op) else None)
             for op, y in _judged(self.operations)
         ]
 
@@ -226,14 +226,14 @@ def check_layout(subjects: Subjects, mesh: Mesh, rules: LayoutRules) -> Report:
 
 
 def _check_constrained(op: Operation, mesh: Mesh) -> Report:
-    return check(op.attrs["layout"], mesh, [(_label(op, op.output), op.output.shape, "activations")])
+    return check(op.attrs["layout"], mesh, [(_Label(op, op.output), op.output.shape, "activations")])
 
 
 def refuse_faults(report: Report, subjects: Subjects, mesh: Mesh, rules: LayoutRules) -> None:
     """Raise one LayoutError that lists all faults, each with the first operation concerned and a remedy."""
     if report.ok:
         return
-    known = {_label(op, y): op for op in subjects.operations for y in op.public_outputs}
+    known = {str(_Label(op, y)): op for op in subjects.operations for y in op.public_outputs}
     texts = [_fault_text(fault, labels, known, mesh, rules) for fault, labels in report.found]
     if len(texts) == 1:
         raise LayoutError(texts[0])
@@ -283,8 +283,14 @@ def _remedy_of_new_size(fault: RuleFault, op: Operation) -> str:
     )
 
 
-def _label(op: Operation, y: Tensor) -> str:
-    return f"{op}: {y.type}"
+class _Label(NamedTuple):
+    """A result as messages name it."""
+
+    op: Operation
+    y: Tensor
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.y.type}"
 
 
 def is_inner(t: Tensor) -> bool:

@@ -59,7 +59,8 @@ class Session(Shown):
         self._outputs, self._graph = fetched_outputs(outputs, updates)
         self.asked = (dict(self._outputs), list(updates))  # the program's outputs and updates
         self._updates = assigned(updates)
-        self._known: object = None
+        self._parts: list[Graph] = []  # the graph and those of its loops, as last analysed
+        self._known: list[object] = []  # the state of each
         self._memos = Memos()
         self._size_notes: tuple[str, ...] = ()
         self._is_resolved = False
@@ -156,11 +157,11 @@ class Session(Shown):
 
     def _learn(self) -> None:
         """Analyse the graph, unless it is unchanged."""
-        known = [(len(g.operations), dict(g.gradient_of), dict(g.known)) for g in _graphs(self._graph)]
-        if known != self._known:
-            if self._known is not None:
+        if not self._known or self._known != [_state(g) for g in self._parts]:
+            if self._known:
                 self._memos = Memos()
-            self._known = known
+            self._parts = _graphs(self._graph)
+            self._known = [_state(g) for g in self._parts]
             self._programs: dict[object, Program] = {}
             self._plans = size_plans(self._graph)
             self._resolved: dict[tuple[SizePlan, ...], Session] = {}
@@ -202,6 +203,11 @@ def _bubble_notes(operations: Sequence[Operation]) -> list[str]:
         if op.loop is not None and op.loop.timing is not None:
             notes[f"{op}: {op.loop.timing.summary}"] = None
     return list(notes)
+
+
+def _state(graph: Graph) -> tuple[object, ...]:
+    """What differs if a graph was extended."""
+    return len(graph.operations), dict(graph.gradient_of), dict(graph.known)
 
 
 def _graphs(graph: Graph) -> list[Graph]:

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 from meshlib.core.graph import UPDATE, Graph, Operation, Tensor
 from meshlib.core.opdef import Halo, Home, Kind, Storage
 from meshlib.core.replay import needed
@@ -136,7 +138,9 @@ def simplify(graph: Graph, outputs: Iterable[Tensor], updates: Iterable[Operatio
 
 def _exactly(item: tuple[str, object]) -> tuple[object, ...]:
     """Key of an attribute that distinguishes 0.0 from -0.0, which are equal in Python."""
-    return (*item, "-") if item[1] == 0 and str(item[1]).startswith("-") else item
+    value = item[1]
+    is_negative_zero = isinstance(value, float | complex | np.generic) and value == 0 and str(value).startswith("-")
+    return (*item, "-") if is_negative_zero else item
 
 
 def _can_run_again(op: Operation) -> bool:
