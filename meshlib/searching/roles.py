@@ -72,7 +72,7 @@ class TensorClasses:
     counts: Mapping[tuple[Shape, str], int]
 
     @staticmethod
-    def of(judged: Iterable[tuple[str, Shape, str]]) -> TensorClasses:
+    def of(judged: Iterable[tuple[object, Shape, str]]) -> TensorClasses:
         """Classes from `Subjects.judged`."""
         return TensorClasses(Counter((shape, scope) for _, shape, scope in judged))
 

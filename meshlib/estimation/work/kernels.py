@@ -218,7 +218,7 @@ def _executed(members: Sequence[Instruction], stored: Stored) -> Iterator[Instru
         run[i] = None
     for x in needed:
         if x not in inside and x in stored.recomputed:
-            run.update(stored.recomputed[x].by)
+            run.update(dict.fromkeys(stored.recomputed[x].by))
     return iter(run)
 
 

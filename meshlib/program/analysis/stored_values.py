@@ -38,15 +38,19 @@ _READERS = (*THROUGH, Kind.REDUCTION, Kind.CONTRACTION)
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """Recomputation of a value by its consumers: stored values, instructions, and number of lane operations other than
-    those of draws of random numbers.
+    """Recomputation of a value by its consumers: from stored values, by instructions.
 
-    `of` tells for each whether it is read elementwise, at the position of the result.
+    `of` tells of each value whether it is read elementwise, at the position of the result; `by` has the lane operations
+    of each instruction, without draws of random numbers.
     """
 
     of: Mapping[Value, bool]
-    by: Mapping[Instruction, None]
-    ops: int
+    by: Mapping[Instruction, int]
+
+    @property
+    def ops(self) -> int:
+        """The number of lane operations."""
+        return sum(self.by.values())
 
 
 @dataclass(eq=False)
@@ -146,14 +150,14 @@ class StoredValues:
     def _recomputation(self, i: Instruction) -> Recomputation | None:
         """The recomputation of the result of `i` from stored values; None if impossible."""
         of: dict[Value, bool] = {}
-        by: dict[Instruction, None] = {}
+        by: dict[Instruction, int] = {}
         same = is_elementwise(i)
         for x in i.inputs:
             producer = self._producers.get(x)
             if x in self.again:
                 operand: Recomputation | None = self.again[x]
             else:
-                operand = None if x.tensor.on_host else Recomputation({x: True}, {}, 0)
+                operand = None if x.tensor.on_host else Recomputation({x: True}, {})
                 if producer is not None and x in self.fused and x not in self.inside and _is_through(producer):
                     within = self._recomputation(producer)
                     operand = operand if within is None or within.ops > MOST_OPS * x.local_size else within
@@ -162,9 +166,8 @@ class StoredValues:
             by.update(operand.by)
             for v, placed in operand.of.items():
                 of[v] = of.get(v, True) and placed and same
-        by[i] = None
-        counted = (j for j in by if not j.operation.opdef.unique)
-        return Recomputation(of, by, sum(local_work(self.program, j).vpu_ops for j in counted))
+        by[i] = 0 if i.operation.opdef.unique else local_work(self.program, i).vpu_ops
+        return Recomputation(of, by)
 
 
 def is_elementwise(i: Instruction) -> bool:
