@@ -43,6 +43,7 @@ from meshlib.models import (
 from meshlib.models.layouts import layout_hint
 from meshlib.models.train import step_arguments, transformer_builder
 from meshlib.optimize import MomentumOptimizer
+from meshlib.program.instructions import Loop
 from meshlib.searching.bounds.least_memory import LeastMemory
 
 TOKENS_OF_A_DEVICE = 4096
@@ -186,7 +187,13 @@ class Subject:
 
     def lowered(self, name: str, mesh: str, **choices: object) -> Program:
         """The program on a mesh, under a layout."""
-        return self.session(**choices).lower(mesh, self.rules(name, mesh), compiler=self.compiler)
+        return self.lowered_and_told(name, mesh, None, choices)
+
+    def lowered_and_told(
+        self, name: str, mesh: str, told: Callable[[Loop], object] | None, choices: Mapping[str, object]
+    ) -> Program:
+        """The program on a mesh, under a layout; `told` as of `Session.lower`."""
+        return self.session(**choices).lower(mesh, self.rules(name, mesh), compiler=self.compiler, told=told)
 
     def usual(self, devices: int) -> list[tuple[str, str]]:
         """Default layouts: for a model the usual ones."""

@@ -14,12 +14,13 @@ from layouts import Mesh
 from meshlib.command.choices import REMAT
 from meshlib.command.subject import Subject
 from meshlib.core.errors import GraphError, MeshlibError
-from meshlib.core.graph import FORWARD
+from meshlib.core.graph import FORWARD, Operation
 from meshlib.core.text import bytes_text, seconds_text
 from meshlib.estimation import DeviceMemory, Estimate, HostInput, estimate
 from meshlib.estimation.memory.device_memory import memory_on
 from meshlib.estimation.views.rows import names_of_forward
 from meshlib.estimation.views.whole_run import WholeRun
+from meshlib.program.instructions import Loop
 
 
 @dataclass(frozen=True)
@@ -102,13 +103,42 @@ def planned(
     return timed(subject, where, _lowered(subject, where, name, mesh, choices), asked)
 
 
-def _lowered(subject: Subject, where: Slice, name: str, mesh: str, choices: dict[str, object]) -> PlannedLayout:
-    """One layout with its memory."""
+def _lowered(
+    subject: Subject, where: Slice, name: str, mesh: str, choices: dict[str, object], most_bytes: float = inf
+) -> PlannedLayout:
+    """One layout with its memory; with a bound of it as soon as its loops alone show that it exceeds `most_bytes`."""
+    loops: dict[Operation, Loop] = {}
+
+    def told(loop: Loop) -> None:
+        loops[loop.operation] = loop
+        bound = subject.least_memory((name, mesh), **choices)
+        least = bound.needed_bytes(subject.rules(name, mesh), Mesh(mesh), subject.compiler, lowered=loops)
+        if least > most_bytes:
+            raise _TooMuch(least)
+
     try:
-        program = subject.lowered(name, mesh, **choices)
+        if most_bytes < inf:
+            program = subject.lowered_and_told(name, mesh, told, choices)
+        else:
+            program = subject.lowered(name, mesh, **choices)
+    except _TooMuch as end:
+        return _excluded(name, mesh, choices, end.least_bytes)
     except MeshlibError as fault:
         return PlannedLayout(name, mesh, choices, fault=str(fault))
     return PlannedLayout(name, mesh, choices, memory=memory_on(program, where))
+
+
+class _TooMuch(Exception):
+    """A lowering is ended, since its program needs at least `least_bytes`."""
+
+    def __init__(self, least_bytes: float) -> None:
+        super().__init__(least_bytes)
+        self.least_bytes = least_bytes
+
+
+def _excluded(name: str, mesh: str, choices: dict[str, object], least_bytes: float) -> PlannedLayout:
+    fault = f"not lowered, since it needs at least {bytes_text(least_bytes)}"
+    return PlannedLayout(name, mesh, choices, fault=fault, least_bytes=least_bytes)
 
 
 def timed(subject: Subject, where: Slice, plan: PlannedLayout, asked: WholeRunOptions) -> PlannedLayout:
@@ -160,8 +190,8 @@ def _closest(tried: Sequence[_Tries]) -> None:
     tried[0].show("none fits")
     unlowered = [(least, n, each) for n, tries in enumerate(tried) for least, each in tries.unlowered()]
     for least, n, (name, mesh, choices) in sorted(unlowered, key=lambda one: one[:2]):
-        if least < min(tries.least_needed for tries in tried):
-            tried[n].add(name, mesh, choices)
+        if least < (fewest := min(tries.least_needed for tries in tried)):
+            tried[n].add(name, mesh, choices, fewest)
 
 
 def with_more_rematerialisation(subject: Subject, where: Slice, plans: Sequence[PlannedLayout]) -> list[PlannedLayout]:
@@ -258,10 +288,13 @@ class _Tries:
 
     def unlowered(self) -> Iterator[tuple[float, tuple[str, str, dict[str, object]]]]:
         """Possible layouts that were not lowered, with every rematerialisation, each after a bound of its memory."""
-        known = [(plan.name, plan.mesh, plan.choices) for plan in self.plans if not plan.least_bytes]
         for name, mesh in self.layouts:
             for choices in self.choices:
-                if (name, mesh, choices) not in known and (least := self._least_bytes(name, mesh, choices)):
+                plans = [p for p in self.plans if (p.name, p.mesh, p.choices) == (name, mesh, choices)]
+                least = max((plan.least_bytes for plan in plans), default=0.0)
+                if all(plan.least_bytes for plan in plans) and (
+                    least := max(least, self._least_bytes(name, mesh, choices))
+                ):
                     yield least, (name, mesh, choices)
 
     def lighter(self, name: str, mesh: str) -> bool:
@@ -278,9 +311,11 @@ class _Tries:
             if plan.choices == self.choices[0] and _least_seconds(plan) < self.fastest:
                 self.lighter(plan.name, plan.mesh)
 
-    def add(self, name: str, mesh: str, choices: dict[str, object]) -> PlannedLayout:
-        """Lower a layout, and estimate it if it fits or was named."""
-        plan = _lowered(self.subject, self.where, name, mesh, choices)
+    def add(self, name: str, mesh: str, choices: dict[str, object], most_bytes: float | None = None) -> PlannedLayout:
+        """Lower a layout, and estimate it if it fits or was named; not wholly if it certainly needs more than
+        `most_bytes`, by default those of a device."""
+        most_bytes = inf if self.named else self.capacity if most_bytes is None else most_bytes
+        plan = _lowered(self.subject, self.where, name, mesh, choices, most_bytes)
         others = [p for p in self.plans if (p.name, p.mesh, p.choices) != (name, mesh, choices)]
         self.plans = [*others, plan]
         if plan.fits and not any(each.fastest < inf for each in self.batches):
@@ -304,8 +339,7 @@ class _Tries:
         least = self._least_bytes(name, mesh, choices, inside=not lighter)
         over = least > self.capacity
         if over:
-            fault = f"not lowered, since it needs at least {bytes_text(least)}"
-            self.plans.append(PlannedLayout(name, mesh, choices, fault=fault, least_bytes=least))
+            self.plans.append(_excluded(name, mesh, choices, least))
         return over
 
     def _least_bytes(self, name: str, mesh: str, choices: dict[str, object], inside: bool = True) -> float:

@@ -17,7 +17,7 @@ from meshlib.core.opdef import Kind
 from meshlib.lowering.accumulators import Destination, accumulated_terms, destination
 from meshlib.lowering.assigned import Homes
 from meshlib.lowering.simplification import Simplified
-from meshlib.program.instructions import Value
+from meshlib.program.instructions import Loop, Value
 from meshlib.program.records import Program
 
 Makers = Mapping[str, tuple[Operation, str]]  # pending axis -> (operation that left it, reduced dim)
@@ -37,6 +37,20 @@ class Looped:
     stacks: tuple[str, ...]
     makers: Mapping[Tensor, Makers]  # of results that are pending sums
 
+    def instruction(self, op: Operation, operands: Iterable[Value]) -> Loop:
+        """The loop as an instruction, given its operands."""
+        return Loop(
+            op,
+            tuple(operands),
+            self.made,
+            op.region,
+            body=self.body,
+            trips=self.trips,
+            carries=self.carries,
+            slices=self.slices,
+            stacks=self.stacks,
+        )
+
 
 @dataclass(frozen=True)
 class Body:
@@ -47,6 +61,7 @@ class Body:
     # Partition without further passes: (graph, homes, results, those to be resharded to their assigned sharding) ->
     # function from a tensor to its computed sharding and its pending axes' makers
     trial: Callable[[Graph, Homes, Sequence[Tensor], Sequence[Tensor]], Callable[[Tensor], tuple[Sharding, Makers]]]
+    told: Callable[[Loop], object] | None = None  # called with each lowered loop
 
 
 @dataclass(eq=False)
@@ -62,7 +77,9 @@ class Loops:
     def of(self, op: Operation) -> Looped:
         """Lower a loop."""
         if op not in self._found:
-            self._found[op] = self._lowered(op)
+            looped = self._found[op] = self._lowered(op)
+            if self.body.told is not None:
+                self.body.told(looped.instruction(op, map(Value, looped.operands, looped.wanted)))
         return self._found[op]
 
     def _lowered(self, op: Operation) -> Looped:

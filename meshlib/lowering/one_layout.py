@@ -29,7 +29,7 @@ from meshlib.lowering.shared_sums import split_sums
 from meshlib.lowering.simplification import Simplified
 from meshlib.lowering.unrolling import unrolled
 from meshlib.program.checker import Sound, check_program
-from meshlib.program.instructions import Value
+from meshlib.program.instructions import Loop, Value
 from meshlib.program.records import Program
 
 Nears: TypeAlias = Mapping[Operation, Near]  # see `near_shifts`
@@ -55,6 +55,7 @@ class Lowering:
     memos: Memos
     sound: Sound
     compiler: Compiler
+    told: Callable[[Loop], object] | None = None  # called with each loop outside of others once its body is lowered
     choose: Choose = best_choices
     shares: bool = True  # whether sums may be derived from other sums
     # Over the program without its loops.
@@ -78,7 +79,7 @@ class Lowering:
             return repeated_choices(problem, layers) if problem.graph is layers.short else best_choices(problem)
 
         *passes, order = PASSES
-        short = replace(self, choose=choose, shares=False, passes=tuple(passes))._whole(
+        short = replace(self, told=None, choose=choose, shares=False, passes=tuple(passes))._whole(
             layers.short, fetched, counts_steps
         )
         try:
@@ -205,7 +206,7 @@ class Lowering:
     ) -> Partitioner:
         memos, fetched = self.memos, set(fetched)
         bind_terms(simple, homes, fetched)
-        body = Body(self.body, self.trial)
+        body = Body(self.body, self.trial, self.told if simple.graph.parent is None else None)
         return Partitioner(
             simple, homes, memos.prices(self.balance), memos.signatures, fetched, body, near or {}, self.choose
         )

@@ -20,7 +20,7 @@ from meshlib.lowering.loops import Body, Loops
 from meshlib.lowering.placements import Places
 from meshlib.lowering.problem import Chosen, Problem, best_choices
 from meshlib.lowering.simplification import Simplified
-from meshlib.program.instructions import Commit, Compute, Loop, Resident, Value
+from meshlib.program.instructions import Commit, Compute, Resident, Value
 from meshlib.program.signature import Signatures
 
 
@@ -134,19 +134,7 @@ class Partitioner:
     def _loop(self, op: Operation) -> None:
         looped = self.loops.of(op)
         values = [self.places.use(x, s, op.region, op) for x, s in zip(looped.operands, looped.wanted, strict=True)]
-        self.places.instructions.append(
-            Loop(
-                op,
-                tuple(values),
-                looped.made,
-                op.region,
-                body=looped.body,
-                trips=looped.trips,
-                carries=looped.carries,
-                slices=looped.slices,
-                stacks=looped.stacks,
-            )
-        )
+        self.places.instructions.append(looped.instruction(op, values))
         self.places.makers.update(looped.makers)
         for value in looped.made:
             self._settle(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from meshlib.lowering.one_layout import Lowering
 from meshlib.lowering.simplification import simplify
 from meshlib.ops.control.state import assigned
 from meshlib.program.checker import Sound
+from meshlib.program.instructions import Loop
 from meshlib.program.records import Program
 
 Outputs = Mapping[str, Tensor] | Sequence[Tensor] | Tensor | None
@@ -100,8 +101,13 @@ class Session(Shown):
         balance: Balance | None = None,
         regather: bool = True,
         compiler: Compiler = XLA_TPU,
+        told: Callable[[Loop], object] | None = None,
     ) -> Program:
-        """The program that one device of `mesh` runs under `layout`: arguments, result and errors as in `mtf.lower`."""
+        """The program that one device of `mesh` runs under `layout`: arguments, result and errors as in `mtf.lower`.
+
+        told: called with each loop outside of others once its body is lowered. What it raises ends the lowering, which
+          the next one with these arguments continues.
+        """
         choice(precision, "lower", "precision", ("default", "highest"))
         if balance is not None and not isinstance(balance, Balance):
             raise GraphError(f"lower: balance must be an mtf.Balance, got {type(balance).__name__} {balance!r:.80}")
@@ -115,14 +121,21 @@ class Session(Shown):
         mesh, rules = Mesh(mesh), LayoutRules(layout)
         self._learn()
         key = (mesh, rules, precision, balance, regather, compiler)
-        program = self._programs.pop(key, None) or self.under(mesh, rules)._lowered(*key)
+        program = self._programs.pop(key, None) or self.under(mesh, rules)._lowered(*key, told)
         self._programs[key] = program  # most recently used last
         while len(self._programs) > PROGRAMS:
             del self._programs[next(iter(self._programs))]
         return program
 
     def _lowered(
-        self, mesh: Mesh, rules: LayoutRules, precision: str, balance: Balance, regather: bool, compiler: Compiler
+        self,
+        mesh: Mesh,
+        rules: LayoutRules,
+        precision: str,
+        balance: Balance,
+        regather: bool,
+        compiler: Compiler,
+        told: Callable[[Loop], object] | None,
     ) -> Program:
         report = check_layout(self._subjects, mesh, rules)
         refuse_faults(report, self._subjects, mesh, rules)
@@ -130,8 +143,13 @@ class Session(Shown):
         memos.trim()
         notes = (*report.notes, *self._size_notes, *self._bubble_notes)
         sound = Sound(memos.signatures, memos.computations)
-        lowering = Lowering(mesh, rules, precision, balance, regather, notes, memos, sound, compiler)
-        program = lowering.program(self._simple, self._outputs, counts_steps=bool(self._updates))
+        key = (mesh, rules, precision, balance, regather, compiler)
+        begun = self._begun.pop(key, None) or Lowering(*key[:5], notes, memos, sound, compiler)
+        try:
+            program = replace(begun, told=told).program(self._simple, self._outputs, bool(self._updates))
+        except BaseException:
+            self._begun[key] = begun  # with the bodies lowered so far
+            raise
         return replace(program, asked=self.asked)
 
     @property
@@ -163,6 +181,7 @@ class Session(Shown):
             self._parts = _graphs(self._graph)
             self._known = [_state(g) for g in self._parts]
             self._programs: dict[object, Program] = {}
+            self._begun: dict[object, Lowering] = {}  # those that were ended
             self._plans = size_plans(self._graph)
             self._resolved: dict[tuple[SizePlan, ...], Session] = {}
             self._simple = simplify(self._graph, self._outputs.values(), self._updates.values())

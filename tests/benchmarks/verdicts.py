@@ -27,6 +27,7 @@ from meshlib.command.plan import text_of
 from meshlib.command.subject import Subject
 from meshlib.command.tried_layouts import PlannedLayout
 from meshlib.core.garbage import collect_rarely
+from meshlib.lowering import Session
 from meshlib.models import IMAGE_PRESETS, PRESETS, preset
 
 TARGET_SECONDS = 2.0
@@ -60,9 +61,9 @@ class _FirstVerdict(planning.Progress):
 def plan(name: str, where: str) -> dict[str, Any]:
     """One plan in this process: the seconds it took, its verdict and its best layout."""
     calls = {"lowered": 0, "lowering": 0.0}
-    plain = Subject.lowered
+    plain = Session.lower
 
-    def lowered(self: Subject, *args: Any, **choices: Any) -> Any:
+    def lowered(self: Session, *args: Any, **choices: Any) -> Any:
         begun = time.process_time()
         try:
             return plain(self, *args, **choices)
@@ -78,7 +79,7 @@ def plan(name: str, where: str) -> dict[str, Any]:
         plans.append((subject, each))
         return text_of(subject, where, each)
 
-    Subject.lowered = lowered  # type: ignore[method-assign]
+    Session.lower = lowered  # type: ignore[method-assign]
     planning.Progress, planning.text_of = _FirstVerdict, kept  # type: ignore[misc]
     planning.say, planning.say_verdict = texts.append, lambda text, good: texts.append(text)  # type: ignore[assignment]
     begun = time.process_time()

@@ -12,10 +12,18 @@ import pytest
 import meshlib as mtf
 from hardware.chips import CHIPS
 from hardware.slices import Slice
+from meshlib.command import tried_layouts
 from meshlib.command.choices import REMAT
 from meshlib.command.plan import text_of
 from meshlib.command.subject import of_model
-from meshlib.command.tried_layouts import WholeRunOptions, planned, plans_of, timed, with_more_rematerialisation
+from meshlib.command.tried_layouts import (
+    WholeRunOptions,
+    _TooMuch,
+    planned,
+    plans_of,
+    timed,
+    with_more_rematerialisation,
+)
 from meshlib.core.text import bytes_text
 from meshlib.estimation.memory.device_memory import memory_on
 from meshlib.report.verdict import headline
@@ -59,6 +67,32 @@ def test_no_layout_fits_if_a_plan_does_not(name: str) -> None:
         else:
             least = min(memory.needed_bytes for memory, _ in memories)
             assert best.memory.needed_bytes == least, "the layout closest to fitting"
+
+
+def test_a_lowering_ends_once_its_loops_show_that_it_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no layout fits, those are lowered wholly that may need the least memory."""
+    config = mtf.models.preset("t5-small").replace(layers=2)
+    subject = of_model(config, {"batch": 8, "length": 1024}, {}, mtf.XLA_TPU, given_batch=True)
+    where, layouts = Slice("v5e-8"), mtf.models.usual_layouts(config, 8, 8)
+    each = [planned(subject, where, *layout, remat=level) for layout in layouts for level in REMAT]
+    least = min(each, key=lambda plan: inf if plan.memory is None else plan.memory.needed_bytes)
+    assert least.memory is not None
+    chip = replace(CHIPS["v5e"], name="test", hbm_bytes=int(0.7 * least.memory.needed_bytes), hbm_reserved_bytes=0)
+    ended: list[float] = []
+
+    class Ended(_TooMuch):
+        def __init__(self, least_bytes: float) -> None:
+            super().__init__(least_bytes)
+            ended.append(least_bytes)
+
+    monkeypatch.setattr(tried_layouts, "_TooMuch", Ended)
+    subject._sessions.clear()  # which have the programs
+    plans = plans_of([(subject, layouts)], Slice("test-8", chip), None)[1]
+    assert (plans[0].name, plans[0].mesh, plans[0].choices) == (least.name, least.mesh, least.choices)
+    needed = {(p.name, p.mesh, str(p.choices)): p.memory.needed_bytes for p in each if p.memory is not None}
+    bounds = {(p.name, p.mesh, str(p.choices)): p.least_bytes for p in plans if p.least_bytes}
+    assert all(int(chip.hbm_bytes) < bound <= needed[key] for key, bound in bounds.items())
+    assert {*ended} & {*bounds.values()}
 
 
 def test_the_likeliest_layout_of_each_batch_is_tried_first() -> None:

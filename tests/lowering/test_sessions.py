@@ -16,9 +16,10 @@ from hypothesis import given, settings
 import meshlib as mtf
 from meshlib.core.graph import Operation, Tensor
 from meshlib.lowering import graph_cache
+from meshlib.lowering.one_layout import Lowering
 from meshlib.lowering.strategies import Question
 from meshlib.lowering.strategy_costs import Pricing
-from meshlib.program.instructions import Instruction, Value
+from meshlib.program.instructions import Instruction, Loop, Value
 from meshlib.program.records import Program
 from meshlib.program.signature import Signatures
 from tests.effort import draws, some
@@ -414,6 +415,39 @@ def test_nothing_is_left_to_the_garbage_collector(name: str) -> None:
         assert garbage() == 0
     finally:
         gc.enable()
+
+
+def test_a_lowering_that_was_ended_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bodies that it has, to the program of a lowering of its own."""
+    config, (mesh, layout) = mtf.models.preset("gpt2").replace(layers=2), ("fsdp:8", "batch:fsdp;d_model:fsdp?")
+    with mtf.Graph():
+        asked = mtf.models.train_step(config, 8, 128, remat="full")
+    session, bodies = mtf.Session(*asked), list[str]()
+    whole = mtf.lower(*asked, mesh=mesh, layout=layout)
+    plain = Lowering.body
+
+    def body(self: Lowering, graph: mtf.Graph, *args: Any) -> Program:
+        begun = {*self._bodies}
+        program = plain(self, graph, *args)
+        bodies.extend(str(graph) for _ in {*self._bodies} - begun)
+        return program
+
+    monkeypatch.setattr(Lowering, "body", body)
+    loops = [i for i in whole.instructions if isinstance(i, Loop)]
+
+    def ended(loop: Loop) -> None:
+        raise InterruptedError(loop.operation.name)
+
+    for _ in range(2):  # the first loop is told each time
+        with pytest.raises(InterruptedError, match=loops[0].operation.name):
+            session.lower(mesh, layout, told=ended)
+    told: list[Loop] = []
+    assert str(session.lower(mesh, layout, told=told.append)) == str(whole)
+    assert [loop.operation for loop in told] == [loop.operation for loop in loops]
+    assert [loop.body for loop in told] == [
+        i.body for i in session.lower(mesh, layout).instructions if isinstance(i, Loop)
+    ]
+    assert len(bodies) == len(loops) == 2, "no body is lowered again"
 
 
 def test_siblings_are_sessions_of_their_own() -> None:

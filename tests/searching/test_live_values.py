@@ -9,11 +9,13 @@ import pytest
 
 import meshlib as mtf
 from hardware.slices import Slice
+from meshlib.core.graph import Operation
 from meshlib.core.loop_record import Active
 from meshlib.estimation.memory.device_memory import memory_on
 from meshlib.lowering.simplification import simplify
 from meshlib.models.serving import Step
 from meshlib.ops.control.branches import branch
+from meshlib.program.instructions import Loop
 from meshlib.searching.bounds.least_memory import LeastMemory
 from meshlib.searching.bounds.live_values import _Flow, whole_bytes
 from tests.effort import deep, each, some
@@ -257,3 +259,26 @@ def test_memory_is_bounded_from_the_graph(name: str) -> None:
             assert 0 < least.state_bytes(rules, mtf.Mesh(mesh)) < outer <= bound <= memory.peak_bytes
             assert bound < least.needed_bytes(rules, mtf.Mesh(mesh), program.compiler) <= needed
             assert bound > 0.2 * memory.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "length", "layout", "mesh", "before_share", "after_share"),
+    [
+        # All devices have the whole position biases.
+        ("switch-base-8", 4, 4096, "expert", "expert:4", 0.6, 0.8),
+        ("llama2-7b", 8, 2048, "fsdp", "fsdp:2", 0.95, 0.9999),
+    ],
+)
+def test_lowered_loops_bound_memory_more_closely(
+    name: str, batch: int, length: int, layout: str, mesh: str, before_share: float, after_share: float
+) -> None:
+    config = mtf.models.preset(name).replace(layers=2)
+    with mtf.Graph():
+        session = mtf.Session(*mtf.models.train_step(config, batch, length, remat="full"))
+    rules = mtf.models.layout(layout, config, mesh)
+    outputs, updates = session.asked
+    least, loops = LeastMemory.of([*outputs.values()], updates), dict[Operation, Loop]()
+    peak_bytes = session.lower(mesh, rules, told=lambda loop: loops.setdefault(loop.operation, loop)).memory.peak_bytes
+    before, after = (least.peak_bytes(rules, mtf.Mesh(mesh), lowered=each) for each in ({}, loops))
+    assert before < before_share * peak_bytes
+    assert after_share * peak_bytes < after <= peak_bytes

@@ -137,8 +137,13 @@ def inside_loops(program: Program, size: Size) -> Iterator[tuple[int, int]]:
     """Per loop its number and the peak of its body beyond its operands."""
     for n, i in enumerate(program.instructions):
         if isinstance(i, Loop):
-            outside = sum(size(v) for v in i.body.inputs.values() if not v.tensor.on_host)
-            yield n, max(bytes_after(i.body, size, i)) - outside
+            yield n, inside_bytes(i, size)
+
+
+def inside_bytes(loop: Loop, size: Size = exact_size) -> int:
+    """The peak of a loop's body beyond its operands."""
+    outside = sum(size(v) for v in loop.body.inputs.values() if not v.tensor.on_host)
+    return max(bytes_after(loop.body, size, loop)) - outside
 
 
 def kinds_after(program: Program, size: Size) -> Mapping[str, list[int]]:

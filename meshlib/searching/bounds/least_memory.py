@@ -9,10 +9,11 @@ the layout, such as the tokens sent to experts, count for nothing unless the pro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from types import MappingProxyType
 
 from layouts import LayoutRules, Mesh, Shape
 from meshlib.core.compiler import Compiler
@@ -22,8 +23,11 @@ from meshlib.core.replay import all_operations
 from meshlib.estimation.memory.compiled import CODE_BYTES, FRAGMENTATION
 from meshlib.lowering.assigned import scope_of
 from meshlib.lowering.simplification import simplify
+from meshlib.program.instructions import Loop
 from meshlib.searching.bounds.live_values import Along, LiveSets, Names, whole_bytes
 from meshlib.searching.renamed_dims import Passages
+
+NOTHING: Mapping[Operation, Loop] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -63,23 +67,33 @@ class LeastMemory:
             for (shape, scope, width), count in self.resident.items()
         )
 
-    def peak_bytes(self, layout: LayoutRules, mesh: Mesh, inside: bool = True) -> float:
+    def peak_bytes(
+        self, layout: LayoutRules, mesh: Mesh, inside: bool = True, lowered: Mapping[Operation, Loop] = NOTHING
+    ) -> float:
         """Lower bound on the peak of one device.
 
         inside: whether to count what is live within a trip of a loop, which depends on what the backward pass computes
-        again; other values are as many or more with less rematerialisation.
+        again; other values are as many or more with less rematerialisation. lowered: loops as the layout lowers them.
         Raises: LayoutError if the layout cannot shard a variable, slot or input.
         """
-        return self.state_bytes(layout, mesh) + self.live.least_bytes(ShardBytes(layout, mesh, self.passages), inside)
+        shards = ShardBytes(layout, mesh, self.passages, NOTHING if self.live.derives else lowered)
+        return self.state_bytes(layout, mesh) + self.live.least_bytes(shards, inside)
 
-    def needed_bytes(self, layout: LayoutRules, mesh: Mesh, compiler: Compiler, inside: bool = True) -> float:
+    def needed_bytes(
+        self,
+        layout: LayoutRules,
+        mesh: Mesh,
+        compiler: Compiler,
+        inside: bool = True,
+        lowered: Mapping[Operation, Loop] = NOTHING,
+    ) -> float:
         """Lower bound on what the compiled step needs: the peak, the share that is lost between buffers, and the code
         of products, each in a kernel of its own. Modelled.
 
         Args, errors: as of `peak_bytes`.
         """
         lost = FRAGMENTATION if compiler.partitioner != "gspmd" else 0.0  # plain jit loses nothing between stacks
-        peak = self.peak_bytes(layout, mesh, inside)
+        peak = self.peak_bytes(layout, mesh, inside, lowered)
         return peak + lost * (peak - self.state_bytes(layout, mesh)) + CODE_BYTES * self.live.products
 
 
@@ -90,6 +104,7 @@ class ShardBytes:
     layout: LayoutRules
     mesh: Mesh
     passages: Passages
+    lowered: Mapping[Operation, Loop] = field(default_factory=dict)
     _parts: dict[Tensor, float] = field(default_factory=dict)
 
     @cached_property

@@ -25,6 +25,8 @@ from meshlib.core.laid_dims import LaidDimension
 from meshlib.core.opdef import ON_MXU, RESIDENT, THROUGH, Kind, PowerProduct, Role, Storage
 from meshlib.lowering.shared_sums import shared_sums
 from meshlib.lowering.simplification import Simplified, simplify
+from meshlib.program.analysis.memory import inside_bytes
+from meshlib.program.instructions import Loop
 
 if TYPE_CHECKING:
     from meshlib.searching.bounds.least_memory import ShardBytes
@@ -61,12 +63,20 @@ class LiveSet:
     def least_bytes(self, shards: ShardBytes, inside: bool) -> float:
         """The fewest bytes; `inside`: with those of a loop's body."""
         part_bytes = shards.part_bytes
+        if self.op in shards.lowered:
+            return self._lowered_bytes(shards, shards.lowered[self.op])
         ending = [min(map(part_bytes, path)) for path in self.ending]
         total = sum(min(map(part_bytes, path)) for path in self.paths) + sum(ending) + sum(map(part_bytes, self.fresh))
         if self.op.loop is None:
             over = max(ending, default=0.0)
             total += min(self._beside(shards, along, over) for along in shards.splits(self.op))
         return total + (self.inside.least_bytes(shards, True) if inside and self.inside is not None else 0.0)
+
+    def _lowered_bytes(self, shards: ShardBytes, loop: Loop) -> float:
+        """The fewest bytes with a lowered loop, whose operands and results have their shardings."""
+        own = {v.tensor: float(v.local_bytes) for v in (*loop.inputs, *loop.outputs) if not v.tensor.on_host}
+        total = sum(max(own.get(t, 0.0) for t in path) or min(map(shards.part_bytes, path)) for path in self.paths)
+        return total + sum(own.get(t) or shards.part_bytes(t) for t in self.fresh) + inside_bytes(loop)
 
     def _beside(self, shards: ShardBytes, along: Along, over: float) -> float:
         """Bytes of gathered operands, and of a product's result beyond the `over` bytes that it may be written over."""
@@ -80,11 +90,12 @@ class LiveSets:
     """What is in memory while some operations of a graph run.
 
     `sets`: those of all loops, of the products with the most live bytes, and of those that read the largest variables;
-    `products`: the number of products that run, those of loops included.
+    `products`: the number of products that run, those of loops included; `derives`: whether a layout may derive sums.
     """
 
     sets: Sequence[LiveSet]
     products: int
+    derives: bool
 
     @staticmethod
     def of(simple: Simplified, results: Collection[Tensor], stored: Mapping[Tensor, Tensor]) -> LiveSets:
@@ -103,7 +114,8 @@ class LiveSets:
         heavy = sorted(products, key=lambda n: read_bytes[n], reverse=True)[: MOST // 2]
         sets = [flow.live_set(n) for n in dict.fromkeys((*loops, *others, *heavy))]
         bodies = {live.op.loop.body: live.inside for live in sets if live.op.loop is not None}
-        return LiveSets(sets, len(products) + sum(body.products for body in bodies.values() if body is not None))
+        count = len(products) + sum(body.products for body in bodies.values() if body is not None)
+        return LiveSets(sets, count, bool(flow.derived))
 
     def least_bytes(self, shards: ShardBytes, inside: bool) -> float:
         """The fewest bytes at the peak; `inside`: with what is live within trips of loops."""
