@@ -71,19 +71,19 @@ class RowMoves(NamedTuple):
     """Rows that a kernel moves one by one.
 
     Attributes:
-      registers: cycles of rows in VMEM, and of masked sums.
-      gathered: cycles of rows that are copied from HBM.
+      vmem_cycles: of rows in VMEM, and of masked sums.
+      copy_cycles: of rows that are copied from HBM.
       sums: rows that are added up.
     """
 
-    registers: int = 0
-    gathered: int = 0
+    vmem_cycles: int = 0
+    copy_cycles: int = 0
     sums: tuple[RowSums, ...] = ()
 
     def cycles(self, chip: Chip) -> float:
         """Cycles of a core, if all cores of a device took the same time."""
-        copied = 0 if chip.sparse_core_gathers else self.gathered
-        return self.registers + copied + chip.cores_per_device * sum(s.cycles(chip) for s in self.sums)
+        copied = 0 if chip.sparse_core_gathers else self.copy_cycles
+        return self.vmem_cycles + copied + chip.cores_per_device * sum(s.cycles(chip) for s in self.sums)
 
 
 NO_MOVES = RowMoves()
@@ -97,7 +97,7 @@ def is_small_table(rows: int, width: int) -> bool:
 
 def row_moves_of(members: Sequence[Instruction], compiler: Compiler) -> RowMoves:
     """The rows that a fusion group looks up and adds up."""
-    registers, gathered, sums, plain = 0, 0, list[RowSums](), compiler.partitioner == "gspmd"
+    vmem_cycles, copy_cycles, sums, plain = 0, 0, list[RowSums](), compiler.partitioner == "gspmd"
     for i in members:
         if not isinstance(i, Compute) or i.operation.opdef.indices != 1:
             continue
@@ -105,11 +105,11 @@ def row_moves_of(members: Sequence[Instruction], compiler: Compiler) -> RowMoves
         rows, index_dims, dims = indices.local_size, indices.tensor.shape.names, y.tensor.shape.names
         if i.operation.opdef.reads_part:
             width = row_looked_up(i, x)
-            gathered += rows * (START_CYCLES + -(-width // LANES)) if width >= LANES else 0
+            copy_cycles += rows * (START_CYCLES + -(-width // LANES)) if width >= LANES else 0
             continue
         width = prod(d.size for d in y.local_shape if d.name not in (*index_dims, i.operation.attrs["dim"].name))
         if width >= LANES:
             sums.append(RowSums(rows, width, y.local_size // width, compiler.row_sums == "scatter 2025"))
         elif is_small_table(y.local_size // width, width) and not {*index_dims} & {*dims} and not plain:
-            registers += MASKED_CYCLES * (y.local_size // width) * -(-x.local_size // (SUBLANES * LANES))
-    return RowMoves(registers, gathered, tuple(sums))
+            vmem_cycles += MASKED_CYCLES * (y.local_size // width) * -(-x.local_size // (SUBLANES * LANES))
+    return RowMoves(vmem_cycles, copy_cycles, tuple(sums))

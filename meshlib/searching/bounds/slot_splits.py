@@ -62,9 +62,9 @@ class SlotSplits:
         """Follow the body of a loop until its carries have no further dims."""
         loop = op.loop
         assert loop is not None
-        made = (*loop.made.finals, *loop.stacked)
-        simple = simplify(loop.body, made, ())
-        results = [simple.of(t) for t in made]
+        ends = (*loop.made.finals, *loop.stacked)
+        simple = simplify(loop.body, ends, ())
+        results = [simple.of(t) for t in ends]
         given: Dims = defaultdict(set)
         for x, inside in (*zip(operands, loop.stand_ins, strict=True), *zip(op.outputs, results, strict=True)):
             given[inside] |= dims[x]
