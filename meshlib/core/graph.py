@@ -217,6 +217,7 @@ class Operation:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loop", self.attrs.get("loop"))
+        self.make(self.outputs)
 
     def make(self, outputs: tuple[Tensor, ...]) -> None:
         """Set the outputs, which refer to this operation."""
@@ -322,7 +323,6 @@ class Graph(Shown):
             for f, value in zip([f for f in fields(Operation) if f.init], row, strict=True):
                 object.__setattr__(op, f.name, value)
             op.__post_init__()
-            op.make(op.outputs)
         vars(self).update(state)
 
     def __copy__(self) -> Graph:
