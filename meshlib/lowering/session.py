@@ -148,7 +148,8 @@ class Session(Shown):
         try:
             program = replace(begun, told=told).program(self._simple, self._outputs, bool(self._updates))
         except BaseException:
-            self._begun[key] = begun  # with the bodies lowered so far
+            if told is not None:
+                self._begun[key] = begun  # with the bodies lowered so far
             raise
         return replace(program, asked=self.asked)
 

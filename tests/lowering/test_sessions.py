@@ -441,8 +441,10 @@ def test_a_lowering_that_was_ended_continues(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(2):  # the first loop is told each time
         with pytest.raises(InterruptedError, match=loops[0].operation.name):
             session.lower(mesh, layout, told=ended)
+    assert len(session._begun) == 1
     told: list[Loop] = []
     assert str(session.lower(mesh, layout, told=told.append)) == str(whole)
+    assert not session._begun
     assert [loop.operation for loop in told] == [loop.operation for loop in loops]
     assert [loop.body for loop in told] == [
         i.body for i in session.lower(mesh, layout).instructions if isinstance(i, Loop)
@@ -469,3 +471,17 @@ def test_siblings_are_sessions_of_their_own() -> None:
     both = len(first._memos.prices(mtf.Balance(stationary=True)))
     assert known < both < known + alone
     assert beside.programs != first.programs
+
+
+def test_a_lowering_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search lowers thousands of candidates, some of which are refused."""
+    with mtf.Graph():
+        session = mtf.Session({"y": mtf.exp(mtf.input("x", "batch:8"))})
+
+    def refused(*_: Any) -> Program:
+        raise mtf.LayoutError("refused")
+
+    monkeypatch.setattr(Lowering, "program", refused)
+    with pytest.raises(mtf.LayoutError, match="refused"):
+        session.lower("data:8", "batch:data")
+    assert not session._begun
