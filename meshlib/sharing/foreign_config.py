@@ -15,11 +15,12 @@ from meshlib.core.errors import CheckpointError, GraphError, MeshlibError, neare
 from meshlib.layers.positions import RotaryScaling
 from meshlib.models.config import TransformerConfig
 from meshlib.sharing.foreign_families import ABSENT, FAMILIES, SCALINGS, SCHEMA, TEXT_MODELS, notes, rope_of
+from meshlib.sharing.foreign_keys import FILES
 from meshlib.sharing.foreign_params import NEEDED, as_hugging_face, check_params, is_params
 from meshlib.sharing.foreign_planned import PLANNED, PLANNED_SCHEMA, completed, planned_notes
 
 Fields = Mapping[str, Any]
-WHAT, TEXT_MODEL, CONFIG = "read_config", "text_config", "config.json"
+WHAT, TEXT_MODEL = "read_config", "text_config"
 IMAGES = ("convnext", "swin", "deit", "efficientnet", "mobilenet_v2")  # other types of classifiers
 ACTIVATIONS = {
     **{"relu": "relu", "silu": "silu", "swish": "silu"},
@@ -111,13 +112,13 @@ def _fault_of_heads(given: Mapping[str, Any]) -> str | None:
 
 def file_in(folder: Path) -> Path | None:
     """The file in a folder that describes a model, if there is one."""
-    return next((file for name in (CONFIG, "params.json") if (file := folder / name).is_file()), None)
+    return next((file for name in FILES if (file := folder / name).is_file()), None)
 
 
 def model_file(path: str | os.PathLike[str]) -> object:
     """The file that describes a model, given by itself or by its folder."""
     place = Path(path) if isinstance(path, str | os.PathLike) else path
-    return file_in(place) or place / CONFIG if isinstance(place, Path) and place.is_dir() else place
+    return file_in(place) or place / FILES[0] if isinstance(place, Path) and place.is_dir() else place
 
 
 def model_name(target: Path) -> str:

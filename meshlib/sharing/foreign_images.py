@@ -64,6 +64,11 @@ def read_image_config(path: str | os.PathLike[str], name: str | None = None) -> 
       >>> config.name, config.layers, config.parameters
       ('small', 12, 86567656)
     """
+    return _read(path, name)[0]
+
+
+def _read(path: str | os.PathLike[str], name: str | None = None) -> tuple[ViTConfig | ResNetConfig, Fields]:
+    """The model of a file, and its fields."""
     given, target = read_json(model_file(path), WHAT, CheckpointError, _SOUND, {"model_type": TEXT})
     kind = given["model_type"]
     if kind not in SCHEMAS:
@@ -75,7 +80,7 @@ def read_image_config(path: str | os.PathLike[str], name: str | None = None) -> 
     check_fields(given, SCHEMAS[kind], fail)
     labels = given.get("num_labels") or len(given.get("id2label") or ()) or 2
     try:
-        return _READERS[kind](given, name=name or model_name(Path(target)), classes=labels)
+        return _READERS[kind](given, name=name or model_name(Path(target)), classes=labels), given
     except GraphError as fault:
         raise GraphError(f"{at(WHAT)}: {target}: {fault}") from None
 
@@ -94,9 +99,7 @@ def image_config_notes(path: str | os.PathLike[str]) -> list[str]:
       ...     mtf.sharing.image_config_notes(f"{folder}/small.json")
       ['qkv_bias=False: queries, keys and values have biases here']
     """
-    read_image_config(path)
-    given, _ = read_json(model_file(path), WHAT, CheckpointError, _SOUND)
-    notes = []
+    notes, given = [], _read(path)[1]
     if given.get("qkv_bias") is False:
         notes.append("qkv_bias=False: queries, keys and values have biases here")
     usual = {"vit": "gelu", "resnet": "relu"}[given["model_type"]]
@@ -133,7 +136,10 @@ def _vit(fields: Fields, **called: Any) -> ViTConfig:
 
 def _resnet(fields: Fields, **called: Any) -> ResNetConfig:
     widths, blocks = fields.get("hidden_sizes") or (256, 512, 1024, 2048), fields.get("depths") or (3, 4, 6, 3)
-    bottleneck = (fields.get("layer_type") or "bottleneck") == "bottleneck"
+    kind = fields.get("layer_type") or "bottleneck"
+    if kind not in ("bottleneck", "basic"):
+        raise GraphError(f"layer_type is {kind!r:.40}; blocks here are 'bottleneck' or 'basic'")
+    bottleneck = kind == "bottleneck"
     features, rest = divmod(widths[0], EXPANSION) if bottleneck else (widths[0], 0)
     doubled = [widths[0] * 2**stage for stage in range(len(blocks))]
     if rest or [*widths] != doubled or fields.get("embedding_size", features) != features:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+FILES = ("config.json", "params.json")  # that describe the model of a folder: Hugging Face's, Meta's or Mistral's
 # Llama's name -> names in other families, most common first; with a point: of a record inside.
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

@@ -26,7 +26,7 @@ SCHEMA: Schema = {
     "moe": RECORD.optional(),
 }
 _EXPERTS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
-_OF_A_RUN = ("max_batch_size", "max_seq_len", "model_parallel_size", "use_biases", "lora")  # sizes follow without them
+_OF_A_RUN = ("max_batch_size", "max_seq_len", "model_parallel_size")  # they change no weight
 _SCALING = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -50,7 +50,7 @@ def as_hugging_face(given: Mapping[str, Any], target: str) -> dict[str, Any]:
     >>> as_hugging_face(fields, "params.json")["intermediate_size"]
     192
     """
-    if unknown := [name for name in given if name not in SCHEMA and name not in _OF_A_RUN]:
+    if unknown := [name for name, value in given.items() if name not in (*SCHEMA, *_OF_A_RUN) and value]:
         raise GraphError(
             f"{at(WHAT)}: {target} is a params.json with {', '.join(unknown)}, which are not read; give the "
             "config.json of this model that Hugging Face's files have"

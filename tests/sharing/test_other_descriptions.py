@@ -85,6 +85,7 @@ def test_a_file_of_images_is_named_after_its_folder_and_counts_its_labels(tmp_pa
     [
         ({**META, "vocab_size": -1}, GraphError, "the tokenizer gives it; write the number"),
         ({**LLAMA3, "vision_chunk_size": 448}, GraphError, "params.json with vision_chunk_size, which are not read"),
+        ({**LLAMA3, "use_biases": True}, GraphError, "params.json with use_biases, which are not read"),
         ({**LLAMA3, "n_kv_heads": "8"}, CheckpointError, "n_kv_heads"),
         ({**LLAMA3, "moe": {"num_experts": 8}}, CheckpointError, "moe: "),
         ({"zero_optimization": {}}, CheckpointError, "nor a params.json with dim, n_layers, n_heads; it has zero_opt"),
@@ -105,6 +106,7 @@ def test_params_that_are_not_read_say_why(fields: object, kind: type, said: str,
         ({**RESNET, "hidden_sizes": [256, 512, 1024]}, GraphError, r"so \[256, 512, 1024, 2048\]"),
         ({**RESNET, "hidden_sizes": ["a"], "depths": [1]}, CheckpointError, "'hidden_sizes' must be"),
         ({**RESNET, "downsample_in_first_stage": True}, GraphError, "the first stage here keeps rows"),
+        ({**RESNET, "layer_type": "wide"}, GraphError, "layer_type is 'wide'; blocks here are 'bottleneck' or 'basic'"),
         ({"model_type": "swin"}, GraphError, "classifiers read are vit, resnet"),
     ],
 )
