@@ -50,6 +50,9 @@ def parser() -> Parser:
             command.add_argument("--rows", type=_rows, default=25, help="rows shown (%(default)s); 0: all")
         if name == "check":
             _compile(command)
+        if name == "compare":
+            command.usage = f"{command.usage} [-- OPTIONS ...]"
+            command.epilog = f"{command.epilog} After each --: another model, or options that replace those before it."
         if name == "profile":
             command.add_argument("--rows", type=_rows, default=12, help="rows of each table (%(default)s); 0: all")
             command.add_argument("--plot", help="draw the first layout's into this file, such as profile.png")

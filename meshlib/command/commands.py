@@ -10,8 +10,9 @@ from meshlib.command import figures
 from meshlib.command.choices import is_maxtext
 from meshlib.command.jax_function import dims_text
 from meshlib.command.output import answer, create_folder, say, say_json, writable
-from meshlib.command.planning import FAILED, GOOD, first_choices
+from meshlib.command.planning import first_choices
 from meshlib.command.subject import Subject, completed_layouts, named_layouts, slice_of, subject_of
+from meshlib.command.terminal import FAILED, GOOD
 from meshlib.core.errors import GraphError, LayoutError
 from meshlib.core.slices import slice_for
 from meshlib.core.text import count_text, counted, wrapped

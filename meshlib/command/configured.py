@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hardware.slices import Slice
@@ -16,6 +17,7 @@ from meshlib.estimation.views.difference import difference
 from meshlib.lowering import Program
 from meshlib.models.maxtext.run import MaxTextRun, read_maxtext
 from meshlib.models.maxtext.settings import parsed
+from meshlib.program.instructions import Loop
 
 WIDTH = 80
 # Options for which a configuration has keys.
@@ -29,8 +31,10 @@ class Configured(Subject):
     run: MaxTextRun | None = None
     where: Slice | None = None
 
-    def lowered(self, name: str, mesh: str, **choices: object) -> Program:
-        """The program of the configuration."""
+    def lowered(
+        self, name: str, mesh: str, told: Callable[[Loop], object] | None = None, /, **choices: object
+    ) -> Program:
+        """The program of the configuration, which is the only one; `told` of no loop."""
         assert self.run is not None
         assert self.where is not None
         return self.run.program(self.where, self.compiler)

@@ -13,8 +13,9 @@ from meshlib.command import jax_function
 from meshlib.command.choices import is_maxtext
 from meshlib.command.output import answer, create_folder, writable
 from meshlib.command.plan import json_of
-from meshlib.command.planning import FAILED, GOOD, planned_of
+from meshlib.command.planning import planned_of
 from meshlib.command.subject import Subject, is_hugging_face, slice_of, subject_of
+from meshlib.command.terminal import FAILED, GOOD
 from meshlib.core.compiler import XLA_TPU
 from meshlib.core.errors import GraphError
 from meshlib.core.files import replace_file

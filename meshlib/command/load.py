@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 from meshlib.command.figures import picked
 from meshlib.command.output import say, say_json, say_verdict
+from meshlib.command.terminal import FAILED, GOOD
 from meshlib.core.errors import GraphError
 from meshlib.core.text import seconds_text
 from meshlib.searching.arrivals import Arrivals
 from meshlib.searching.served_load import ServedLoad
 from meshlib.searching.serving_result import Serving
-
-GOOD, FAILED = 0, 1
 
 
 def load_of(args: argparse.Namespace) -> Arrivals | None:

@@ -23,7 +23,7 @@ from meshlib.command.subject import (
     subject_of,
     tried_values,
 )
-from meshlib.command.terminal import INTERRUPTED, Progress
+from meshlib.command.terminal import FAILED, GOOD, INTERRUPTED, Progress
 from meshlib.command.tried_layouts import (
     PlannedLayout,
     WholeRunOptions,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from meshlib.report.alternatives import Alternative
     from meshlib.searching import Found
 
-GOOD, FAILED = 0, 1
 SEEDS = 3  # usual layouts that seed a model's search
 
 

@@ -6,11 +6,9 @@ import argparse
 import os
 
 from meshlib.command.output import answer
-from meshlib.command.terminal import Progress
+from meshlib.command.terminal import GOOD, Progress
 from meshlib.core.text import counted
 from meshlib.records import make
-
-GOOD = 0
 
 
 def recorded(args: argparse.Namespace) -> int:

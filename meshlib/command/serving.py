@@ -12,6 +12,7 @@ from meshlib.command.figures import picked
 from meshlib.command.load import load_of, print_load
 from meshlib.command.output import say, say_json, say_verdict
 from meshlib.command.subject import slice_of, subject_of
+from meshlib.command.terminal import FAILED, GOOD
 from meshlib.core.compiler import COMPILERS
 from meshlib.core.errors import GraphError
 from meshlib.core.text import bytes_text, counted, seconds_text, usd_text
@@ -19,7 +20,6 @@ from meshlib.models import TransformerConfig
 from meshlib.searching.serving import serving
 from meshlib.searching.serving_result import Serving, ServingPoint
 
-GOOD, FAILED = 0, 1
 CONTEXT = 2048
 
 

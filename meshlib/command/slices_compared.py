@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from hardware.slices import Slice
 from meshlib.command.output import say, say_json, say_verdict
 from meshlib.command.plan import json_of, next_commands
-from meshlib.command.planning import FAILED, GOOD, planned_of
+from meshlib.command.planning import planned_of
 from meshlib.command.subject import Subject, slice_of
+from meshlib.command.terminal import FAILED, GOOD
 from meshlib.command.tried_layouts import PlannedLayout
 from meshlib.core.errors import GraphError
 from meshlib.core.text import bytes_text, count_text, counted, grid, seconds_text, usd_text

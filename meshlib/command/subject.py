@@ -45,6 +45,7 @@ from meshlib.models.train import step_arguments, transformer_builder
 from meshlib.optimize import MomentumOptimizer
 from meshlib.program.instructions import Loop
 from meshlib.searching.bounds.least_memory import LeastMemory
+from meshlib.sharing.foreign_keys import FILES
 
 TOKENS_OF_A_DEVICE = 4096
 IMAGES_OF_A_DEVICE = 128
@@ -185,12 +186,8 @@ class Subject:
             return image_layout(name, self.image, mesh) if named else LayoutRules(name)
         return layout(name, self.config, mesh)
 
-    def lowered(self, name: str, mesh: str, **choices: object) -> Program:
-        """The program on a mesh, under a layout."""
-        return self.lowered_and_told(name, mesh, None, choices)
-
-    def lowered_and_told(
-        self, name: str, mesh: str, told: Callable[[Loop], object] | None, choices: Mapping[str, object]
+    def lowered(
+        self, name: str, mesh: str, told: Callable[[Loop], object] | None = None, /, **choices: object
     ) -> Program:
         """The program on a mesh, under a layout; `told` as of `Session.lower`."""
         return self.session(**choices).lower(mesh, self.rules(name, mesh), compiler=self.compiler, told=told)
@@ -209,7 +206,7 @@ class Subject:
 
 def is_hugging_face(program: str) -> bool:
     """True if a program is a config.json or params.json, or a folder with one."""
-    return program.endswith(".json") or any(Path(program, name).is_file() for name in ("config.json", "params.json"))
+    return program.endswith(".json") or any(Path(program, name).is_file() for name in FILES)
 
 
 def _foreign(program: str) -> tuple[Any, str]:

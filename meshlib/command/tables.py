@@ -9,10 +9,9 @@ from hardware.chips import CHIPS
 from hardware.slices import Slice, legal_slices
 from meshlib.command import figures
 from meshlib.command.output import say, say_json
+from meshlib.command.terminal import GOOD
 from meshlib.core.errors import nearest
 from meshlib.core.text import count_text, grid, wrapped
-
-GOOD = 0
 
 
 def slices(args: argparse.Namespace) -> int:

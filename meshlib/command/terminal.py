@@ -12,6 +12,7 @@ from layouts.errors import LayoutError
 from meshlib.command.output import terminal_width
 from meshlib.core.errors import MeshlibError
 
+GOOD, FAILED = 0, 1
 INTERRUPTED = 130  # exit status of shells after ctrl-C
 
 

@@ -117,10 +117,7 @@ def _lowered(
             raise _TooMuch(least)
 
     try:
-        if most_bytes < inf:
-            program = subject.lowered_and_told(name, mesh, told, choices)
-        else:
-            program = subject.lowered(name, mesh, **choices)
+        program = subject.lowered(name, mesh, told if most_bytes < inf else None, **choices)
     except _TooMuch as end:
         return _excluded(name, mesh, choices, end.least_bytes)
     except MeshlibError as fault:
@@ -290,11 +287,9 @@ class _Tries:
         """Possible layouts that were not lowered, with every rematerialisation, each after a bound of its memory."""
         for name, mesh in self.layouts:
             for choices in self.choices:
-                plans = [p for p in self.plans if (p.name, p.mesh, p.choices) == (name, mesh, choices)]
-                least = max((plan.least_bytes for plan in plans), default=0.0)
-                if all(plan.least_bytes for plan in plans) and (
-                    least := max(least, self._least_bytes(name, mesh, choices))
-                ):
+                bounds = [p.least_bytes for p in self.plans if (p.name, p.mesh, p.choices) == (name, mesh, choices)]
+                least = max(0.0, *bounds, self._least_bytes(name, mesh, choices))
+                if all(bounds) and least:
                     yield least, (name, mesh, choices)
 
     def lighter(self, name: str, mesh: str) -> bool:

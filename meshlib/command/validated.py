@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 
 from meshlib.command import figures
 from meshlib.command.output import answer
-from meshlib.command.terminal import Progress
+from meshlib.command.terminal import GOOD, Progress
 from meshlib.core.compiler import COMPILERS
 from meshlib.core.errors import GraphError
 from meshlib.validation.machine_figures import machine_figures
@@ -15,8 +15,6 @@ from meshlib.validation.runs import HELD_OUT
 from meshlib.validation.served import served_figures
 from meshlib.validation.talks import talks
 from meshlib.validation.validating import validate
-
-GOOD = 0
 
 
 def validated(args: argparse.Namespace) -> int:
