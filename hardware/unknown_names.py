@@ -42,20 +42,21 @@ class Attributes:
             if name.startswith("_"):  # protocols that probe for a method of this name
                 raise AttributeError(name)
             known = [x for x in dir(self) if not x.startswith("_")]
-            hint = nearest(name, known) or (f"; it has {', '.join(known)}" if len(known) <= FEW else "")
-            drawn = _drawn(type(self), name)
-            raise AttributeError(f"{type(self).__name__} has no {name!r}{drawn if 'plot' in drawn else hint + drawn}")
+            hint = _picture_call(type(self), name) or nearest(name, known)
+            hint = hint or (f"; it has {', '.join(known)}" if len(known) <= FEW else "")
+            if name in DRAWN and hasattr(self, "_repr_html_"):
+                hint += "; a notebook draws it as the last line of a cell"
+            raise AttributeError(f"{type(self).__name__} has no {name!r}{hint}")
 
 
-def _drawn(owner: type, name: str) -> str:
-    """The end of a message about a name by which people look for a picture of an object, or ""."""
+def _picture_call(owner: type, name: str) -> str:
+    """The end of a message about a name by which people look for a picture: the call that draws it, or ""."""
     plot, word = getattr(owner, "plot", None), name.removeprefix("plot_").removesuffix("_plot")
-    pictures = (plot.__doc__ or "").partition("what: ")[2]
-    if f'"{word}"' in pictures:
-        return f'; .plot(what="{word}") draws it'
-    if name not in DRAWN or not hasattr(owner, "_repr_html_"):
+    if plot is None:
         return ""
-    return f"; {'.plot() draws it, and ' if plot else ''}a notebook draws it as the last line of a cell"
+    if f'"{word}"' in (plot.__doc__ or "").partition("what: ")[2]:
+        return f'; .plot(what="{word}") draws it'
+    return "; .plot() draws it" if name in DRAWN else ""
 
 
 IN_MODULES = {  # what people look for in `hardware` itself -> where it is

@@ -237,7 +237,7 @@ def test_names_of_pictures_are_answered_with_the_call_that_draws_them(name: str)
     estimate = mtf.estimate(program, "v3-8")
     with pytest.raises(AttributeError, match=rf"^Estimate has no '{name}'; \.plot\(what=\"torus\"\) draws it$"):
         getattr(estimate, name)
-    with pytest.raises(AttributeError, match=r"^Estimate has no 'show'; \.plot\(\) draws it, and a notebook draws it"):
+    with pytest.raises(AttributeError, match=r"^Estimate has no 'show'; \.plot\(\) draws it; a notebook draws it"):
         _ = estimate.show
 
 
