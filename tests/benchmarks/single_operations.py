@@ -21,13 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v4-8")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ.setdefault("TPU_WORKER_ID", "0")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from meshlib.jax.compiling.topologies import ENVIRONMENT
+
+os.environ.update({**ENVIRONMENT, **os.environ})
 
 import jax
 import jax.numpy as jnp
