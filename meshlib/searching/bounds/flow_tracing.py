@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshlib.core.graph import Operation, Tensor
-from meshlib.core.opdef import Kind, Role, Total
+from meshlib.core.opdef import Factor, Kind, Role, Total
 from meshlib.estimation.work.products import attention_of
 from meshlib.estimation.work.stored_values import Origins, held_values
 from meshlib.lowering.assigned import is_weight, scope_of
@@ -167,7 +167,7 @@ class _Maker:
         laid = bool(self.passages.laid(x.shape for x in (*op.inputs, *op.outputs)))
         splits = tuple(
             Split(None, 0, f.operands, f.outputs[0], True) if laid  # every size divides 0
-            else self._split(op, n, f.role is Role.PARALLEL or (f.role is Role.SUM and full))
+            else self._split(op, n, f, f.role is Role.PARALLEL or (f.role is Role.SUM and full))
             for n, f in enumerate(op.opdef.roles(op))
         )  # fmt: skip
         if op.attrs.get("precision") in EIGHT_BIT:  # rounded before they are sent
@@ -206,8 +206,7 @@ class _Maker:
         sources = ((n, self.nodes[r.source].placed) for n, x in weights for r in self.reached.get(x, ()))
         return [(n, placed) for n, placed in sources if placed is not None]
 
-    def _split(self, op: Operation, number: int, known: bool) -> Split:
-        f = op.opdef.roles(op)[number]
+    def _split(self, op: Operation, number: int, f: Factor, known: bool) -> Split:
         names = [name for name in (*f.operands, *f.outputs) if name is not None]
         of_slots = self.of_slots.may_split(op, number)
         return Split(self.passages.reached(names), f.size, f.operands, f.outputs[0], not known, of_slots)
@@ -217,7 +216,7 @@ class _Maker:
         if isinstance(i, Compute) and op.opdef.scores:
             known = (Role.PARALLEL, Role.SUM, Role.SHARE, Role.SUMMARY)
             splits = tuple(
-                self._split(op, n, f.role in known and f.shares is None)
+                self._split(op, n, f, f.role in known and f.shares is None)
                 for n, f in enumerate(op.opdef.roles(op)) if f.role is not Role.WHOLE
             )  # fmt: skip
             names = self.passages.split(*(v.tensor.shape for v in (*i.inputs, *i.outputs)))
