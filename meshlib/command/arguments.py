@@ -60,10 +60,7 @@ def parser() -> Parser:
             command.add_argument("--out", required=True, help="the file, such as trace.json")
     dims = _about(under, "dims", "the dims of a program, their sizes and where they come from", "commands:dims", False)
     dims.set_defaults(compiler=XLA_TPU.name)
-    validate = _command(
-        under, "validate", "predicted beside published, with the error of each row", "validated:validated"
-    )
-    _validate(validate)
+    _validate(_command(under, "validate", "predicted beside published, with errors of rows", "validated:validated"))
     slices = _command(under, "slices", "which slices there are", "tables:slices")
     slices.add_argument("kind", nargs="?", help="a chip, such as v5e; all of them unless given")
     _command(under, "models", "which models there are", "tables:models")

@@ -110,15 +110,12 @@ def _fault_of_heads(given: Mapping[str, Any]) -> str | None:
     return None
 
 
-def file_in(folder: Path) -> Path | None:
-    """The file in a folder that describes a model, if there is one."""
-    return next((file for name in FILES if (file := folder / name).is_file()), None)
-
-
 def model_file(path: str | os.PathLike[str]) -> object:
     """The file that describes a model, given by itself or by its folder."""
     place = Path(path) if isinstance(path, str | os.PathLike) else path
-    return file_in(place) or place / FILES[0] if isinstance(place, Path) and place.is_dir() else place
+    if not isinstance(place, Path) or not place.is_dir():
+        return place
+    return next((file for name in FILES if (file := place / name).is_file()), place / FILES[0])
 
 
 def model_name(target: Path) -> str:
